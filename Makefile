@@ -1,0 +1,34 @@
+# Every target sets up its own environment first; `make help` lists them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test check lint clean
+
+help: ## Show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+setup: $(STAMP) ## Create the environment in .venv
+
+run: $(STAMP) ## The main job: DP-FedAvg against BLUR + LUS on embedded digits at epsilon = 2
+	$(BIN)/fedblur table examples/quickstart.toml --out runs/quickstart
+
+test: $(STAMP) ## Run the whole test suite
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+lint: $(STAMP) ## Style and types only
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+check: lint test ## Everything: style, types, tests
+
+clean: ## Remove the environment and what runs have written
+	rm -rf $(VENV) runs

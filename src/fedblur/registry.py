@@ -1,0 +1,155 @@
+"""Where parts are found by name. A part is one file with one frozen dataclass: its fields are its settings.
+
+    @register("method", "blur")
+    @dataclass(frozen=True)
+    class Blur(Method):
+        strength: float = 0.4
+
+Third parties add theirs through the entry-point group `fedblur.parts`: each entry names a module to import.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import pkgutil
+import typing
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from typing import Any, Literal, TypeVar, get_args
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from fedblur.errors import ConfigError, nearest
+
+Kind = Literal["dataset", "partition", "model", "method", "mechanism", "sampling", "server", "averaging"]
+KINDS: tuple[str, ...] = get_args(Kind)
+_HOMES = {
+    "dataset": "fedblur.data",
+    "partition": "fedblur.data",
+    "model": "fedblur.models",
+    "method": "fedblur.methods",
+    "mechanism": "fedblur.mechanisms",
+    "sampling": "fedblur.sampling",
+    "server": "fedblur.server",
+    "averaging": "fedblur.server",
+}
+_PARTS: dict[str, dict[str, type]] = {kind: {} for kind in KINDS}
+T = TypeVar("T", bound=type)
+
+
+def register(kind: Kind, name: str) -> Callable[[T], T]:
+    """Class decorator: makes a frozen dataclass available as `name` in configurations."""
+
+    def add(part: T) -> T:
+        if not dataclasses.is_dataclass(part):
+            raise TypeError(f"{part.__name__}: a part is a frozen dataclass; put @dataclass below @register")
+        other = _PARTS[kind].get(name)
+        if other is not None and other.__qualname__ != part.__qualname__:
+            raise ValueError(f"two parts want to be {kind} {name!r}: {other} and {part}")
+        _PARTS[kind][name] = part
+        part.part_name = name  # type: ignore[attr-defined]
+        return part
+
+    return add
+
+
+@functools.cache
+def _load(kind: str) -> None:
+    """Import the home of a kind, so that its files register themselves, and then third parties' modules."""
+    home = importlib.import_module(_HOMES[kind])
+    for module in pkgutil.iter_modules(getattr(home, "__path__", [])):
+        importlib.import_module(f"{home.__name__}.{module.name}")
+    for entry in entry_points(group="fedblur.parts"):
+        entry.load()
+
+
+def parts(kind: Kind) -> Mapping[str, type]:
+    """All parts of a kind, by name."""
+    _load(kind)
+    return _PARTS[kind]
+
+
+def build(kind: Kind, value: Any) -> Any:
+    """A part from `"name"` or `{name = "...", setting = ...}`; an instance passes unchanged."""
+    known = parts(kind)
+    if isinstance(value, tuple(known.values())):
+        return value
+    table = {"name": value} if isinstance(value, str) else value
+    if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
+        raise ConfigError(f"{kind}={value!r} must be a name or a table with a name, like {kind} = {example(kind)}")
+    name = table["name"]
+    if name not in known:
+        raise ConfigError(f"{kind} {name!r} is unknown: {nearest(name, known)}")
+    return from_table(known[name], {k: v for k, v in table.items() if k != "name"}, f"{kind}.{name}.")
+
+
+def example(kind: Kind) -> str:
+    """How a part of this kind is written, for error messages."""
+    return f'"{next(iter(sorted(parts(kind))))}"'
+
+
+def describe(part: Any) -> dict[str, Any]:
+    """The inverse of `build`: a table with the name and every setting."""
+    return {"name": part.part_name, **to_table(part)}
+
+
+def to_table(value: Any) -> dict[str, Any]:
+    """A dataclass's fields as plain values; parts inside become tables with their name."""
+    return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return describe(value) if hasattr(value, "part_name") else to_table(value)
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value
+
+
+def from_table(schema: type, table: Mapping[str, Any], prefix: str = "") -> Any:
+    """A frozen dataclass from plain values. Its fields are the schema; anything else is an error."""
+    hints = typing.get_type_hints(schema)
+    fields = {f.name: f for f in dataclasses.fields(schema)}
+    unknown = next((key for key in table if key not in fields), None)
+    if unknown is not None:
+        raise ConfigError(f"unknown key {prefix + unknown!r}: {nearest(unknown, fields)}")
+    values = {key: _convert(fields[key], hints[key], value, prefix) for key, value in table.items()}
+    return schema(**values)
+
+
+def _convert(field: dataclasses.Field[Any], hint: Any, value: Any, prefix: str) -> Any:
+    kind = field.metadata.get("part")
+    if kind is not None:
+        return _convert_part(kind, value, many=field.metadata.get("many", False))
+    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+        return from_table(typing.cast(type, hint), value, f"{prefix}{field.name}.")
+    try:
+        return _adapter(hint).validate_python(value)
+    except ValidationError as error:
+        message = error.errors()[0]["msg"]
+        raise ConfigError(f"{prefix}{field.name}={value!r}: {message[0].lower()}{message[1:]}") from None
+
+
+def _convert_part(kind: Kind, value: Any, many: bool) -> Any:
+    if value is None:
+        return None
+    if not many:
+        return build(kind, value)
+    if isinstance(value, str):  # "blur+lus", as typed on the command line
+        value = [word.strip() for word in value.split("+")]
+    if isinstance(value, Mapping):
+        value = [value]
+    return tuple(build(kind, item) for item in value)
+
+
+@functools.cache
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    """Checks one value against its type hint; dataclasses and other types that we cannot check pass as they are."""
+    return TypeAdapter(hint, config=None if dataclasses.is_dataclass(hint) else ConfigDict(arbitrary_types_allowed=True))
+
+
+def part(kind: Kind, default: Any = None, many: bool = False) -> Any:
+    """A configuration field that holds a part (or several) of a kind."""
+    return dataclasses.field(default=default, metadata={"part": kind, "many": many})
