@@ -11,12 +11,12 @@ import json
 import math
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from fedblur.errors import ConfigError, RunError
-from fedblur.registry import from_table, part, to_table
+from fedblur.registry import convert_part, from_table, part, to_table
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,11 @@ class LocalTraining:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        _at_least("local.steps", self.steps, 1)
-        _at_least("local.batch_size", self.batch_size, 1)
-        _positive("local.learning_rate", self.learning_rate)
-        _within("local.momentum", self.momentum, 0, 1, "[0, 1)", right_open=True)
-        if self.weight_decay < 0:
-            raise ConfigError(f"local.weight_decay={self.weight_decay} must be 0 or more")
+        demand(self.steps >= 1, "local.steps", self.steps, "must be at least 1")
+        demand(self.batch_size >= 1, "local.batch_size", self.batch_size, "must be at least 1")
+        demand(0 < self.learning_rate < math.inf, "local.learning_rate", self.learning_rate, "must be above 0")
+        demand(0 <= self.momentum < 1, "local.momentum", self.momentum, "must be in [0, 1)")
+        demand(0 <= self.weight_decay < math.inf, "local.weight_decay", self.weight_decay, "must be 0 or more")
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Config:
 
     # data
     dataset: Any = part("dataset", "digits")
-    partition: Any = part("partition", None)  # None: the data set's own default
+    partition: Any = part("partition")  # None: the data set's own default
     clients: int | None = None  # N, training clients; None: the data set's own default
     validation_share: float = 0.1  # of all clients; they never train
     evaluate: Literal["test", "validation"] = "test"  # tune on "validation", report "test"
@@ -53,7 +52,7 @@ class Config:
     method: Any = part("method", (), many=True)  # () is DP-FedAvg
     local: LocalTraining = field(default_factory=LocalTraining)
     # privacy
-    epsilon: float | None = 2.0  # the target; inf: no noise
+    epsilon: float | None = None  # the target; inf: no noise; None: 2, or what noise_multiplier gives
     noise_multiplier: float | None = None  # σ given instead of epsilon
     delta: float | str = "1/N"  # a number, "1/N" or "N^-1.1"
     accountant: Literal["pld", "rdp"] = "pld"
@@ -64,7 +63,7 @@ class Config:
     rounds: int = 100  # T
     # server
     server: Any = part("server", "sgd")
-    averaging: Any = part("averaging", None)
+    averaging: Any = part("averaging")
     # run
     seed: int | None = None  # None: OS entropy, private; a number: reproducible, NOT PRIVATE
     data_seed: int = 0  # partition and splits: the same for all seeds, so that methods are compared pairwise
@@ -72,13 +71,157 @@ class Config:
     checkpoint_every: int = 10
 
     def __post_init__(self) -> None:
-        for name, kind, many in _PART_FIELDS:
-            from fedblur.registry import _convert_part
+        for f in fields(self):
+            if "part" in f.metadata:
+                value = convert_part(f.metadata["part"], getattr(self, f.name), f.metadata["many"])
+                object.__setattr__(self, f.name, value)
+        if self.epsilon is None and self.noise_multiplier is None:
+            object.__setattr__(self, "epsilon", 2.0)
+        _check_privacy(self)
+        _check_run(self)
+        for method in self.method:
+            method.check(self.local)
 
-            object.__setattr__(self, name, _convert_part(kind, getattr(self, name), many))
-        _check(self)
+    def eval_rounds(self) -> int:
+        """How many rounds lie between two evaluations."""
+        return self.eval_every or max(1, self.rounds // 20)
 
-    @property
-    def private(self) -> bool:
-        """Whether there is noise at all."""
-        return self.epsilon != math.inf if self.noise_multiplier is None else self.noise_multiplier > 0
+
+def demand(holds: bool, name: str, value: Any, rule: str) -> None:
+    """One rule about one value; the message names both."""
+    if not holds:
+        raise ConfigError(f"{name}={value!r} {rule}")
+
+
+def _check_privacy(config: Config) -> None:
+    eps, sigma = config.epsilon, config.noise_multiplier
+    if eps is not None and sigma is not None:
+        raise ConfigError(f"epsilon={eps} and noise_multiplier={sigma} are both given; keep one, the other follows")
+    demand(eps is None or eps > 0, "epsilon", eps, "must be above 0 (inf: no noise, no privacy)")
+    demand(sigma is None or 0 <= sigma < math.inf, "noise_multiplier", sigma, "must be 0 or more")
+    demand(config.clip_norm > 0, "clip_norm", config.clip_norm, "must be above 0 (inf only without noise)")
+    if math.isinf(config.clip_norm) and eps != math.inf and sigma != 0:
+        raise ConfigError("clip_norm=inf needs epsilon=inf: without a clip norm no noise protects anyone")
+    demand(0 < config.sample_rate <= 1, "sample_rate", config.sample_rate, "must be in (0, 1]")
+    if isinstance(config.delta, float):
+        demand(0 < config.delta < 1, "delta", config.delta, 'must be in (0, 1), or "1/N", or "N^-1.1"')
+
+
+def _check_run(config: Config) -> None:
+    demand(config.clients is None or config.clients >= 1, "clients", config.clients, "must be at least 1")
+    demand(0 <= config.validation_share < 1, "validation_share", config.validation_share, "must be in [0, 1)")
+    if config.evaluate == "validation" and config.validation_share == 0:
+        raise ConfigError("evaluate='validation' needs validation_share above 0, for instance 0.1")
+    demand(config.rounds >= 1, "rounds", config.rounds, "must be at least 1")
+    demand(config.eval_every is None or config.eval_every >= 1, "eval_every", config.eval_every, "must be at least 1")
+    demand(config.checkpoint_every >= 1, "checkpoint_every", config.checkpoint_every, "must be at least 1")
+    demand(config.seed is None or config.seed >= 0, "seed", config.seed, "must be 0 or more (leave it out for privacy)")
+
+
+def from_dict(table: Mapping[str, Any]) -> Config:
+    """A configuration from plain values, as TOML and JSON give them."""
+    config = from_table(Config, table)
+    assert isinstance(config, Config)
+    return config
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """The resolved configuration as plain values: every key, every part's settings."""
+    return to_table(config)
+
+
+def canonical(value: Any) -> str:
+    """JSON with sorted keys: the same text for the same content (infinity as a string, since JSON has none)."""
+
+    def plain(item: Any) -> Any:
+        if isinstance(item, Mapping):
+            return {str(key): plain(entry) for key, entry in item.items()}
+        if isinstance(item, list | tuple):
+            return [plain(entry) for entry in item]
+        return str(item) if isinstance(item, float) and not math.isfinite(item) else item
+
+    return json.dumps(plain(value), sort_keys=True)
+
+
+def config_hash(config: Config) -> str:
+    """Twelve hex digits that change when anything that decides the result changes."""
+    return hashlib.sha256(canonical(to_dict(config)).encode()).hexdigest()[:12]
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """`key: old -> new` for every value that differs."""
+    lines = []
+    for key in sorted({*old, *new}):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            lines += differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            lines.append(f"{prefix}{key}: {a!r} -> {b!r}")
+    return lines
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file as a dictionary, with a one-line error when it cannot be read."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; give the path of a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def parse_value(text: str) -> Any:
+    """A value as typed after `--set key=`: TOML where it parses (1, 0.5, true, [..], inf), else the text itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def apply_overrides(table: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
+    """`--set model.variant=a`, `--set method.blur.strength=0.8`, `--set clip_norm=0.3` on top of a table."""
+    result = dict(table)
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"--set {assignment!r} must look like key=value, for instance clip_norm=0.3")
+        _assign(result, key.strip().split("."), parse_value(text.strip()), key.strip())
+    return result
+
+
+def _assign(table: dict[str, Any], path: list[str], value: Any, key: str) -> None:
+    head, *rest = path
+    if not rest:
+        table[head] = value
+        return
+    inner = table.get(head)
+    if head == "method":
+        table[head] = _assign_method(inner, rest, value, key)
+        return
+    if inner is None:
+        inner = {"name": _default_part(head)} if head != "local" else {}
+    inner = {"name": inner} if isinstance(inner, str) else dict(inner)
+    _assign(inner, rest, value, key)
+    table[head] = inner
+
+
+def _assign_method(methods: Any, path: list[str], value: Any, key: str) -> list[dict[str, Any]]:
+    if isinstance(methods, str):
+        methods = methods.split("+")
+    entries = [{"name": entry} if isinstance(entry, str) else dict(entry) for entry in methods or []]
+    name, *rest = path
+    for entry in entries:
+        if entry.get("name") == name and rest:
+            _assign(entry, rest, value, key)
+            return entries
+    raise ConfigError(f"--set {key}: {name!r} is not among the methods of this run; add it with --method")
+
+
+def _default_part(key: str) -> str:
+    """The name that a part has when the configuration does not say."""
+    default = next((f.default for f in fields(Config) if f.name == key and "part" in f.metadata), None)
+    if not isinstance(default, str):
+        raise ConfigError(f"--set {key}.…: set {key}=NAME first, then its settings")
+    return default

@@ -122,7 +122,7 @@ def from_table(schema: type, table: Mapping[str, Any], prefix: str = "") -> Any:
 def _convert(field: dataclasses.Field[Any], hint: Any, value: Any, prefix: str) -> Any:
     kind = field.metadata.get("part")
     if kind is not None:
-        return _convert_part(kind, value, many=field.metadata.get("many", False))
+        return convert_part(kind, value, many=field.metadata.get("many", False))
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
         return from_table(typing.cast(type, hint), value, f"{prefix}{field.name}.")
     try:
@@ -132,13 +132,14 @@ def _convert(field: dataclasses.Field[Any], hint: Any, value: Any, prefix: str) 
         raise ConfigError(f"{prefix}{field.name}={value!r}: {message[0].lower()}{message[1:]}") from None
 
 
-def _convert_part(kind: Kind, value: Any, many: bool) -> Any:
+def convert_part(kind: Kind, value: Any, many: bool = False) -> Any:
+    """A field's value as a part, or as several where the field holds `many`."""
     if value is None:
         return None
     if not many:
         return build(kind, value)
-    if isinstance(value, str):  # "blur+lus", as typed on the command line
-        value = [word.strip() for word in value.split("+")]
+    if isinstance(value, str):  # "blur+lus", as typed on the command line; DP-FedAvg is the empty list
+        value = [word.strip() for word in value.split("+") if word.strip() != "dp-fedavg"]
     if isinstance(value, Mapping):
         value = [value]
     return tuple(build(kind, item) for item in value)

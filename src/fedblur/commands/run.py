@@ -1,0 +1,114 @@
+"""`fedblur run` and `fedblur resume`: train one configuration, with a progress display and a summary at the end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from fedblur.config import apply_overrides, canonical, from_dict, parse_value, read_toml
+from fedblur.engines.local import EngineName
+from fedblur.errors import ConfigError
+from fedblur.report.progress import RunProgress
+from fedblur.report.text import print_summary
+from fedblur.setup import Machine
+from fedblur.train import Run, default_folder
+from fedblur.train import resume as resume_run
+from fedblur.train import train
+
+DataDir = Annotated[
+    Path | None, typer.Option(help="Folder with data sets in the hub's layout.", envvar="FEDBLUR_DATA")
+]
+Device = Annotated[str, typer.Option(help='Where to compute: "auto", "cpu", "cuda", "cuda:1".')]
+EngineOption = Annotated[str, typer.Option(help='"auto", "vectorised" (blocks of clients) or "sequential".')]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Any other setting: clip_norm=0.3, method.blur.strength=0.8."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress display.")]
+
+
+def run(
+    config: Annotated[Path | None, typer.Argument(help="A TOML file; without one, digits with the defaults.")] = None,
+    dataset: Annotated[str | None, typer.Option(help="digits, synthetic, femnist, emnist, cifar10, mnist.")] = None,
+    model: Annotated[str | None, typer.Option(help="logistic, mlp, cnn, gn_cnn, resnet18.")] = None,
+    method: Annotated[str | None, typer.Option(help='dp-fedavg, blur, lus, prox; join with +: "blur+lus".')] = None,
+    epsilon: Annotated[float | None, typer.Option(help="Privacy target; the noise follows. inf: no noise.")] = None,
+    delta: Annotated[str | None, typer.Option(help='A number, "1/N" or "N^-1.1".')] = None,
+    rounds: Annotated[int | None, typer.Option(help="T, rounds of training.")] = None,
+    sample_rate: Annotated[float | None, typer.Option(help="p, the chance of a client to take part in a round.")] = None,
+    clients: Annotated[int | None, typer.Option(help="N, training clients.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Reproducible and NOT PRIVATE; leave out for OS entropy.")] = None,
+    set_: Set = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/DATASET-DATE-TIME].")] = None,
+    data_dir: DataDir = None,
+    device: Device = "auto",
+    engine: EngineOption = "auto",
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a model with user-level differential privacy.
+
+    Flags win over the file, and --set wins over flags. The run folder holds the configuration, every round, the
+    privacy ledger, checkpoints and the model.
+    """
+    table = _read(config)
+    flags = {
+        "dataset": dataset, "model": model, "method": method, "epsilon": epsilon, "rounds": rounds,
+        "delta": None if delta is None else parse_value(delta), "sample_rate": sample_rate, "clients": clients,
+        "seed": seed,
+    }  # fmt: skip
+    table |= {key: value for key, value in flags.items() if value is not None}
+    resolved = from_dict(apply_overrides(table, set_ or []))
+    folder = out or default_folder(resolved)
+    with RunProgress(resolved.rounds, quiet or json_) as progress:
+        done = train(resolved, out=folder, machine=make_machine(device, engine, data_dir), watch=progress)
+    _show(done, json_)
+
+
+def resume(
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    data_dir: DataDir = None,
+    device: Device = "auto",
+    engine: EngineOption = "auto",
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Go on with a run that was stopped or killed, from its last whole checkpoint."""
+    tell = Console(stderr=True).print
+    with RunProgress(None, quiet or json_) as progress:
+        done = resume_run(path, machine=make_machine(device, engine, data_dir), watch=progress, tell=tell)
+    _show(done, json_)
+
+
+def _read(path: Path | None) -> dict[str, Any]:
+    """A configuration file: TOML as people write it, or the config.json of a run folder."""
+    if path is None:
+        return {}
+    if path.suffix != ".json":
+        return read_toml(path)
+    try:
+        table: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    return table
+
+
+def make_machine(device: str, engine: str, data_dir: Path | None) -> Machine:
+    """Where to compute, from the flags of a command."""
+    names: dict[str, EngineName] = {"auto": "auto", "vectorised": "vectorised", "sequential": "sequential"}
+    if engine not in names:
+        raise ConfigError(f"engine={engine!r} must be one of {', '.join(names)}")
+    return Machine(device, names[engine], data_dir)
+
+
+def _show(done: Run, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(json.loads(canonical({"run": str(done.path), **done.summary})), indent=2))
+    else:
+        print_summary(done, Console())
+

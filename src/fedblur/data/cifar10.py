@@ -1,0 +1,35 @@
+"""CIFAR-10: 50,000 training and 10,000 test images, 32 × 32, colour. Nobody owns one: clients are made up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from fedblur.data.cache import place_of, read_cached
+from fedblur.data.holdout import both_splits
+from fedblur.data.hub import hub_source
+from fedblur.data.raw import Dataset, Place, Raw
+from fedblur.data.source import Source
+from fedblur.registry import register
+
+
+@register("dataset", "cifar10")
+@dataclass(frozen=True)
+class Cifar10(Dataset):
+    """Colour images of ten classes."""
+
+    default_partition: ClassVar[str] = "dirichlet"
+    default_clients: ClassVar[int | None] = 1000
+    summary: ClassVar[str] = "32x32 colour images, 10 classes, 50,000 training images"
+
+    def load(self, data_dir: Path | None) -> Raw:
+        stored = read_cached("cifar10", self._source(data_dir))
+        train, test = both_splits(stored, "cifar10")
+        return Raw(train.samples(), test.samples(), owners=None, classes=stored.classes)
+
+    def place(self, data_dir: Path | None) -> Place:
+        return place_of("cifar10", self._source(data_dir))
+
+    def _source(self, data_dir: Path | None) -> Source:
+        return hub_source("cifar10", "uoft-cs/cifar10", "RGB", data_dir)

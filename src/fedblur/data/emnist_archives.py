@@ -1,0 +1,160 @@
+"""Reads EMNIST as NIST publishes it: `matlab.zip` or its .mat files, `gzip.zip` or its IDX files.
+
+Only the MATLAB form says who wrote what. Both store each image transposed; here they are turned upright. The
+letters split counts classes from 1, here from 0.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import struct
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedblur.data.source import Source, Split, Stored, fingerprint
+from fedblur.errors import DataError
+
+_CLASSES = {"byclass": 62, "bymerge": 47, "balanced": 47, "letters": 26, "digits": 10, "mnist": 10}
+_FIRST_LABEL = {"letters": 1}
+_BROKEN = (
+    OSError,
+    EOFError,
+    KeyError,
+    IndexError,
+    TypeError,
+    ValueError,
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+)
+
+
+def find_archive(folder: Path, split: str) -> Source | None:
+    """The first official form in the folder or its `emnist` subfolder; MATLAB first, as it has writers."""
+    for place in (folder, folder / "emnist"):
+        for file in (place / f"emnist-{split}.mat", place / "matlab.zip"):
+            if file.is_file():
+                return MatArchive(file, split)
+        idx = [_idx_file(place, name) for name in _idx_names(split)]
+        if all(idx):
+            return IdxArchive(tuple(file for file in idx if file), split)
+        if (place / "gzip.zip").is_file():
+            return IdxArchive((place / "gzip.zip",), split)
+    return None
+
+
+@dataclass(frozen=True)
+class MatArchive:
+    """emnist-<split>.mat, or matlab.zip that holds it."""
+
+    file: Path
+    split: str
+    local: bool = True
+
+    @property
+    def key(self) -> str:
+        return f"{self.split}:{fingerprint([self.file])}"
+
+    def read(self) -> Stored:
+        from scipy.io import loadmat
+        from scipy.io.matlab import MatReadError
+
+        try:
+            stream = io.BytesIO(_unwrapped(self.file, f"emnist-{self.split}.mat"))
+            root = loadmat(stream, variable_names=["dataset"])["dataset"][0, 0]
+            splits = {name: self._split(root[name][0, 0]) for name in ("train", "test")}
+        except (*_BROKEN, MatReadError) as error:
+            raise _broken(self.file, error) from None
+        return Stored(splits, _CLASSES[self.split])
+
+    def _split(self, table: NDArray[Any]) -> Split:
+        writers = None
+        if "writers" in (table.dtype.names or ()):
+            writers = np.unique(table["writers"][0, 0].ravel(), return_inverse=True)[1]
+        return _split_of(
+            table["images"][0, 0].reshape(-1, 28, 28), table["labels"][0, 0], writers, self.split
+        )
+
+
+@dataclass(frozen=True)
+class IdxArchive:
+    """The four IDX files of a split, or gzip.zip that holds them."""
+
+    files: tuple[Path, ...]  # gzip.zip alone, or train images, train labels, test images, test labels
+    split: str
+    local: bool = True
+
+    @property
+    def key(self) -> str:
+        return f"{self.split}:{fingerprint(self.files)}"
+
+    def read(self) -> Stored:
+        try:
+            arrays = [self._array(position, name) for position, name in enumerate(_idx_names(self.split))]
+            train = _split_of(arrays[0], arrays[1], None, self.split)
+            test = _split_of(arrays[2], arrays[3], None, self.split)
+        except _BROKEN as error:
+            raise _broken(self.files[0], error) from None
+        return Stored({"train": train, "test": test}, _CLASSES[self.split])
+
+    def _array(self, position: int, name: str) -> NDArray[np.uint8]:
+        file = self.files[position % len(self.files)]  # the zip holds all four
+        try:
+            return _read_idx(_unwrapped(file, f"{name}.gz"))
+        except _BROKEN as error:
+            raise _broken(file, error) from None
+
+
+def _idx_names(split: str) -> list[str]:
+    kinds = ("images-idx3-ubyte", "labels-idx1-ubyte")
+    return [f"emnist-{split}-{part}-{kind}" for part in ("train", "test") for kind in kinds]
+
+
+def _idx_file(place: Path, name: str) -> Path | None:
+    return next((file for file in (place / name, place / f"{name}.gz") if file.is_file()), None)
+
+
+def _unwrapped(file: Path, member: str) -> bytes:
+    """A file's content, out of its zip and gzip wrappings; `member` is looked up by name in a zip."""
+    name, content = file.name, file.read_bytes() if file.suffix != ".zip" else b""
+    if file.suffix == ".zip":
+        with zipfile.ZipFile(file) as archive:
+            name = next((n for n in archive.namelist() if n.rpartition("/")[2] == member), "")
+            if not name:
+                raise ValueError(f"it has no {member}")
+            content = archive.read(name)
+    return gzip.decompress(content) if name.endswith(".gz") else content
+
+
+def _read_idx(content: bytes) -> NDArray[np.uint8]:
+    """The IDX format: 0, 0, type 8 (unsigned byte), number of dimensions; each dimension; then the bytes."""
+    zero, kind, dimensions = struct.unpack(">HBB", content[:4])
+    if zero != 0 or kind != 8:
+        raise ValueError("it does not start like an IDX file of bytes")
+    start = 4 + 4 * dimensions
+    shape = struct.unpack(f">{dimensions}I", content[4:start])
+    return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(shape)
+
+
+def _split_of(images: NDArray[Any], labels: NDArray[Any], writers: NDArray[Any] | None, split: str) -> Split:
+    upright = np.ascontiguousarray(images.transpose(0, 2, 1)[:, None]).astype(
+        np.uint8, copy=False
+    )  # [n, 1, 28, 28]
+    y = labels.ravel().astype(np.int64) - _FIRST_LABEL.get(split, 0)
+    if len(upright) != len(y) or not 0 <= y.min() <= y.max() < _CLASSES[split]:
+        raise ValueError(f"{len(upright)} images, {len(y)} labels, classes {y.min()} to {y.max()}")
+    by = None if writers is None else torch.from_numpy(writers.astype(np.int64))
+    return Split(torch.from_numpy(upright), torch.from_numpy(y), by)
+
+
+def _broken(file: Path, error: Exception) -> DataError:
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return DataError(f"{file} is not the EMNIST archive that its name says ({reason}); download it again")

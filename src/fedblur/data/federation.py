@@ -1,0 +1,224 @@
+"""Stage 0, federation. In: a data set, a partition, N. Out: N training clients, validation and test samples.
+
+Validation clients never train: they are where settings are tuned. For made-up partitions N/(1 - share) clients
+are cut, so that N stays exact; natural clients are divided by the seed, and `clients` caps those that train.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedblur.data.partition import Natural, Partition
+from fedblur.data.population import Federation, Packed, Samples
+from fedblur.data.raw import Dataset, Generated, Raw
+from fedblur.errors import ConfigError, DataError
+from fedblur.registry import build
+from fedblur.rng import Seeded
+
+
+def load_federation(
+    dataset: Any,
+    partition: Any = None,
+    clients: int | None = None,
+    validation_share: float = 0.1,
+    seed: int = 0,
+    data_dir: Path | None = None,
+) -> Federation:
+    """A data set by name, table or part, divided; None takes the data set's own default."""
+    _check_request(clients, validation_share)
+    part = build("dataset", dataset)
+    if isinstance(part, Generated):
+        return _generate(part, partition, clients, validation_share, seed)
+    raw = part.load(data_dir)
+    chosen = build("partition", partition if partition is not None else _default_partition(part, raw))
+    roles = _natural_roles if isinstance(chosen, Natural) else _made_up_roles
+    plan = roles(part, raw, clients, validation_share, seed)
+    owners = chosen.owners(
+        raw.train.y, plan.clients, Seeded.root(seed).child("partition").numpy(), raw.owners
+    )
+    return _federation(part.part_name, raw, owners, plan, _note(raw, chosen))
+
+
+@dataclass(frozen=True)
+class _Roles:
+    """Which of the clients that are cut train, and which are for validation."""
+
+    clients: int  # cut in all
+    train: Tensor
+    validation: Tensor
+
+
+def _roles(total: int, train: int, validation: int, seed: int) -> _Roles:
+    """By lot: in a partition late clients can differ (Dirichlet pools run dry), and roles must not follow."""
+    order = torch.from_numpy(Seeded.root(seed).child("roles").numpy().permutation(total))
+    return _Roles(total, order[:train], order[total - validation :])
+
+
+def _natural_roles(part: Dataset, raw: Raw, clients: int | None, share: float, seed: int) -> _Roles:
+    if raw.owners is None:
+        raise DataError(
+            f"partition='natural': these {part.part_name} samples have no writers; use 'dirichlet' or 'iid'"
+        )
+    total = len(torch.unique(raw.owners))
+    validation = _of(total, share)
+    able = total - validation
+    if able < max(1, clients or 1):
+        raise ConfigError(
+            f"clients={clients} but {part.part_name} has {total} natural clients here, {able} of them for "
+            f"training (validation_share={share}); lower clients"
+        )
+    return _roles(total, clients or able, validation, seed)
+
+
+def _made_up_roles(part: Dataset, raw: Raw, clients: int | None, share: float, seed: int) -> _Roles:
+    wanted = clients or part.default_clients
+    if wanted is None:
+        raise ConfigError(f"{part.part_name} has no default number of made-up clients; give clients=N")
+    validation = max(1, round(wanted * share / (1 - share))) if share > 0 else 0
+    total = wanted + validation
+    if total > len(raw.train):
+        raise ConfigError(
+            f"clients={wanted} and {validation} for validation are more than the {len(raw.train)} training "
+            f"samples of {part.part_name}; lower clients"
+        )
+    return _roles(total, wanted, validation, seed)
+
+
+def _of(total: int, share: float) -> int:
+    """The number of validation clients among so many: at least one when any are asked for."""
+    return max(1, round(total * share)) if share > 0 else 0
+
+
+def _default_partition(part: Dataset, raw: Raw) -> str:
+    no_writers = part.default_partition == "natural" and raw.owners is None
+    return "dirichlet" if no_writers else part.default_partition
+
+
+def _note(raw: Raw, chosen: Partition) -> str:
+    made_up = "" if isinstance(chosen, Natural) else raw.made_up_note
+    return "; ".join(filter(None, (made_up, raw.note)))
+
+
+def _generate(part: Generated, partition: Any, clients: int | None, share: float, seed: int) -> Federation:
+    if partition is not None and not isinstance(build("partition", partition), Natural):
+        raise ConfigError(f"{part.part_name} generates its own clients; leave partition out (or 'natural')")
+    wanted = clients or part.default_clients
+    if wanted is None:
+        raise ConfigError(f"{part.part_name} has no default number of clients; give clients=N")
+    return part.federation(wanted, share, seed)
+
+
+def _check_request(clients: int | None, share: float) -> None:
+    if clients is not None and clients < 1:
+        raise ConfigError(f"clients={clients} must be at least 1")
+    if not 0 <= share < 1:
+        raise ConfigError(f"validation_share={share} must be in [0, 1)")
+
+
+def _federation(name: str, raw: Raw, owners: Tensor, roles: _Roles, note: str) -> Federation:
+    validation = None
+    if len(roles.validation):
+        validation = _pack(raw, owners, roles.validation, roles.clients).samples()
+    train = _pack(raw, owners, roles.train, roles.clients)
+    return Federation(name, train, validation, len(roles.validation), raw.test, note)
+
+
+def _pack(raw: Raw, owners: Tensor, ids: Tensor, clients: int) -> Packed:
+    """Only these clients' samples, renumbered in the order of `ids`: the others' are not copied along."""
+    renumber = torch.full((clients + 1,), -1, dtype=torch.int64)  # the last entry is for owner -1
+    renumber[ids] = torch.arange(len(ids))
+    return Packed.from_owners(raw.train.x, raw.train.y, renumber[owners], raw.classes)
+
+
+def federation_from_arrays(
+    x: Any,
+    y: Any,
+    owners: Any,
+    test_x: Any,
+    test_y: Any,
+    classes: int | None = None,
+    validation_share: float = 0.0,
+    seed: int = 0,
+) -> Federation:
+    """A user's own numpy arrays or tensors: samples, labels, and the client 0..N-1 of each (-1: left out).
+
+    uint8 samples are images (models see them divided by 255); anything else becomes float32 as it is.
+    """
+    _check_request(None, validation_share)
+    train, test = _own_samples("", x, y), _own_samples("test_", test_x, test_y)
+    if train.x.shape[1:] != test.x.shape[1:]:
+        raise DataError(
+            f"x has samples of shape {[*train.x.shape[1:]]}, test_x of {[*test.x.shape[1:]]}; they must agree"
+        )
+    known = classes if classes is not None else 1 + int(max(train.y.max(), test.y.max()))
+    _check_labels("y", train.y, known)
+    _check_labels("test_y", test.y, known)
+    who = _own_clients(owners, len(train))
+    total = int(who.max()) + 1
+    validation = _of(total, validation_share)
+    if validation >= total:
+        raise DataError(
+            f"validation_share={validation_share} of {total} clients leaves none to train; lower it"
+        )
+    roles = (
+        _roles(total, total - validation, validation, seed)
+        if validation
+        else _Roles(total, torch.arange(total), who[:0])
+    )
+    return _federation("arrays", Raw(train, test, who, known), who, roles, "")
+
+
+def _own_samples(prefix: str, x: Any, y: Any) -> Samples:
+    values, labels = torch.as_tensor(x), _whole_numbers(f"{prefix}y", y)
+    if values.ndim < 2 or len(values) == 0:
+        raise DataError(
+            f"{prefix}x has shape {[*values.shape]}, must be [samples, ...] with at least one sample"
+        )
+    if len(values) != len(labels):
+        raise DataError(
+            f"{prefix}x has {len(values)} samples but {prefix}y {len(labels)} labels; each needs one"
+        )
+    values = values if values.dtype == torch.uint8 else values.float()
+    broken = torch.nonzero(~torch.isfinite(values.flatten(1)).all(dim=1)).flatten()
+    if len(broken):
+        raise DataError(
+            f"{prefix}x has NaN or infinite values, first in sample {int(broken[0])}; clean them first"
+        )
+    return Samples(values, labels)
+
+
+def _own_clients(owners: Any, samples: int) -> Tensor:
+    who = _whole_numbers("owners", owners)
+    if len(who) != samples:
+        raise DataError(
+            f"owners has {len(who)} entries for {samples} samples; each sample needs one (-1: leave it out)"
+        )
+    if int(who.min()) < -1 or int(who.max()) < 0:
+        raise DataError(
+            f"owners run from {int(who.min())} to {int(who.max())}, must be clients 0..N-1 (-1: leave it out)"
+        )
+    empty = torch.nonzero(torch.bincount(who[who >= 0]) == 0).flatten()
+    if len(empty):
+        raise DataError(f"client {int(empty[0])} has no samples; number the clients 0..N-1 without gaps")
+    return who
+
+
+def _whole_numbers(name: str, values: Any) -> Tensor:
+    tensor = torch.as_tensor(values)
+    if tensor.ndim != 1 or tensor.is_floating_point() or tensor.is_complex():
+        raise DataError(
+            f"{name} has shape {[*tensor.shape]} and type {tensor.dtype}, must be one whole number per sample"
+        )
+    return tensor.long()
+
+
+def _check_labels(name: str, labels: Tensor, classes: int) -> None:
+    if not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+        raise DataError(
+            f"{name} runs from {int(labels.min())} to {int(labels.max())}, must be in 0..{classes - 1}"
+        )

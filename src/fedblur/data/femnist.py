@@ -1,0 +1,79 @@
+"""FEMNIST: handwritten digits and letters, 28 × 28, with the people who wrote them. The natural federation.
+
+LEAF stores ink dark on a bright background (255); here it is turned round, so that the background is 0 and
+ink is bright, as in EMNIST and MNIST: zero padding in a convolution then continues the background, and one
+model reads all three alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedblur.data.cache import place_of, read_cached
+from fedblur.data.holdout import check_share, only_split, train_and_test, with_many_samples
+from fedblur.data.hub import hub_source
+from fedblur.data.raw import Dataset, Place, Raw
+from fedblur.data.source import Source, Stored
+from fedblur.errors import ConfigError, DataError
+from fedblur.registry import register
+
+
+@register("dataset", "femnist")
+@dataclass(frozen=True)
+class Femnist(Dataset):
+    """62 characters by writer; a share of each writer's images is held out for test."""
+
+    min_samples: int = 20  # writers with fewer images are left out
+    test_share: float = 0.1
+
+    default_partition: ClassVar[str] = "natural"
+    default_clients: ClassVar[int | None] = None
+    summary: ClassVar[str] = "28x28 handwritten characters by writer, 62 classes, about 3,600 writers"
+
+    def __post_init__(self) -> None:
+        if self.min_samples < 1:
+            raise ConfigError(f"dataset.femnist.min_samples={self.min_samples} must be at least 1")
+        check_share("dataset.femnist.test_share", self.test_share)
+
+    def load(self, data_dir: Path | None) -> Raw:
+        stored = self._of_known_writers(read_cached("femnist", self._source(data_dir)))
+        train, test = train_and_test(stored, self.test_share)
+        note = f"writers with at least {self.min_samples} images"
+        if only_split(stored) is not None:
+            note += f", {self.test_share:.0%} of each writer's images held out for test"
+        flip = _bright_background(train.x)
+        train_set, test_set = (type(s)(_turned(s.x, flip), s.y) for s in (train.samples(), test.samples()))
+        return Raw(train_set, test_set, train.writers, stored.classes, note, "synthetic users, not writers")
+
+    def _of_known_writers(self, stored: Stored) -> Stored:
+        main = "train" if "train" in stored.splits else "test"
+        split = stored.splits[main]
+        if split.writers is None:
+            raise DataError(
+                "femnist without a writer_id column has no clients; use the hub's copy, or dataset = 'emnist'"
+            )
+        kept = with_many_samples(split, self.min_samples)
+        if len(kept.y) == 0:
+            most = int(torch.bincount(split.writers).max())
+            raise DataError(f"min_samples={self.min_samples} leaves no writer; the largest has {most} images")
+        return Stored({**stored.splits, main: kept}, stored.classes)
+
+    def place(self, data_dir: Path | None) -> Place:
+        return place_of("femnist", self._source(data_dir))
+
+    def _source(self, data_dir: Path | None) -> Source:
+        return hub_source("femnist", "flwrlabs/femnist", "L", data_dir)
+
+
+def _bright_background(x: Tensor) -> bool:
+    """Characters hardly touch the top row, so its median is the background."""
+    return bool(x[:, :, 0].flatten()[:1_000_000].median() > 127)
+
+
+def _turned(x: Tensor, flip: bool) -> Tensor:
+    return 255 - x if flip else x

@@ -1,0 +1,187 @@
+"""Reads image data sets in the public hub's layout: from a folder of parquet files, or from the hub by name.
+
+Both go through `datasets.load_dataset`, so a test on a folder runs what a user with a network runs.
+Columns: `image` or `img`, `label` or `character`, and `writer_id` where the source knows who wrote.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedblur.data.source import Source, Split, Stored, data_folder, fingerprint
+from fedblur.errors import DataError
+
+Mode = Literal["L", "RGB"]  # grey or colour, as Pillow names them
+
+
+@dataclass(frozen=True)
+class HubFolder:
+    """A folder of parquet files, as a download from the hub leaves it."""
+
+    folder: Path
+    mode: Mode
+    local: bool = True
+
+    @property
+    def key(self) -> str:
+        return fingerprint(self.folder.rglob("*.parquet"))
+
+    def read(self) -> Stored:
+        library = _library()
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch, _quiet(library):
+            try:  # the scratch folder takes the library's own copy, of no use once the images are packed
+                return _pack(library.load_dataset(str(self.folder), cache_dir=scratch), self.mode, library)
+            except DataError:
+                raise
+            except Exception as error:  # the library raises whatever its readers raise
+                raise DataError(
+                    f"{self.folder} cannot be read as parquet of the hub's layout: {_line(error)}"
+                ) from None
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A data set on the public hub."""
+
+    name: str  # ours
+    hub_name: str  # owner/name
+    mode: Mode
+    local: bool = False
+
+    @property
+    def key(self) -> str:
+        return f"hub:{self.hub_name}"
+
+    def read(self) -> Stored:
+        library = _library()
+        with _quiet(library):
+            try:
+                _reach(self.hub_name)
+                return _pack(library.load_dataset(self.hub_name), self.mode, library)
+            except DataError:
+                raise
+            except Exception as error:
+                raise DataError(self._missing(_line(error))) from None
+
+    def _missing(self, reason: str) -> str:
+        return (
+            f"{self.name} is not in a data dir and could not be fetched from the hub ({reason}): run "
+            f"`fedblur data fetch {self.name}` with a network connection, or put the parquet files of "
+            f"{self.hub_name} in DIR/{self.name} and give data_dir=DIR or FEDBLUR_DATA=DIR"
+        )
+
+
+def hub_source(name: str, hub_name: str, mode: Mode, data_dir: Path | None) -> Source:
+    """The user's own copy when there is one, else the hub."""
+    return local_folder(name, mode, data_dir) or HubName(name, hub_name, mode)
+
+
+def local_folder(name: str, mode: Mode, data_dir: Path | None) -> HubFolder | None:
+    """DIR/name, when it holds parquet files."""
+    folder = data_folder(data_dir)
+    if folder is None or not any((folder / name).rglob("*.parquet")):
+        return None
+    return HubFolder(folder / name, mode)
+
+
+def _library() -> Any:
+    """Imported late: it takes a second, and `fedblur[data]` is optional."""
+    try:
+        importlib.import_module("PIL.Image")
+        return importlib.import_module("datasets")
+    except ImportError as error:
+        raise DataError(f"image data sets need {error.name}: pip install 'fedblur[data]'") from None
+
+
+def _reach(hub_name: str) -> None:
+    """Fail at once when the network is away; the library itself would retry for half a minute."""
+    hub = importlib.import_module("huggingface_hub")
+    if not hub.constants.HF_HUB_OFFLINE:  # offline by the user's wish: the library looks in its own cache
+        hub.HfApi().dataset_info(hub_name, timeout=10)
+
+
+@contextmanager
+def _quiet(library: Any) -> Iterator[None]:
+    """No progress bars, no log lines, no warnings of the library; its settings are put back."""
+    bars, level = not library.are_progress_bars_disabled(), library.logging.get_verbosity()
+    library.disable_progress_bars()
+    library.logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        library.logging.set_verbosity(level)
+        if bars:
+            library.enable_progress_bars()
+
+
+def _pack(tables: Any, mode: Mode, library: Any) -> Stored:
+    splits = {
+        split: _pack_split(table, mode, library)
+        for split, table in tables.items()
+        if split in ("train", "test")
+    }
+    if not splits:
+        raise DataError(
+            f"found splits {sorted(tables)}, but neither 'train' nor 'test'; name the files train-*.parquet"
+        )
+    first = next(iter(tables.values()))
+    known = getattr(first.features[_column(first, "label", "character")], "num_classes", None)
+    return Stored(splits, known or 1 + max(int(split.y.max()) for split in splits.values()))
+
+
+def _pack_split(table: Any, mode: Mode, library: Any) -> Split:
+    picture, label = _column(table, "image", "img"), _column(table, "label", "character")
+    encoded = table.cast_column(picture, library.Image(decode=False)).with_format("arrow")
+    pixels = np.concatenate([_decode(batch.column(picture), mode) for batch in encoded.iter(batch_size=1000)])
+    writers = None
+    if "writer_id" in table.column_names:
+        writers = torch.from_numpy(_codes(np.asarray(encoded[:].column("writer_id"))))
+    y = np.asarray(encoded[:].column(label)).astype(np.int64)
+    return Split(torch.from_numpy(pixels), torch.from_numpy(y), writers)
+
+
+def _column(table: Any, *names: str) -> str:
+    found = next((name for name in names if name in table.column_names), None)
+    if found is None:
+        raise DataError(f"found columns {table.column_names}, but none is {' or '.join(names)}")
+    return found
+
+
+def _decode(column: Any, mode: Mode) -> NDArray[np.uint8]:
+    """Encoded images of one size -> [images, channels, height, width]."""
+    from PIL import Image
+
+    pictures = [
+        np.asarray(Image.open(io.BytesIO(cell["bytes"])).convert(mode)) for cell in column.to_pylist()
+    ]
+    if len({picture.shape for picture in pictures}) > 1:
+        raise DataError(
+            "the images differ in size; all images of a data set must have the same height and width"
+        )
+    stacked = np.stack(pictures)
+    return stacked[:, None] if mode == "L" else np.ascontiguousarray(stacked.transpose(0, 3, 1, 2))
+
+
+def _codes(names: NDArray[Any]) -> NDArray[np.int64]:
+    """Writers' names -> 0..K-1, in the names' order."""
+    return np.unique(names.astype(str), return_inverse=True)[1].astype(np.int64)
+
+
+def _line(error: Exception) -> str:
+    """The first line of a foreign error, shortened: ours are one line."""
+    text = str(error).strip().splitlines()
+    return (text[0] if text else type(error).__name__)[:160]

@@ -1,0 +1,80 @@
+"""Where a data set's samples lie before they are packed: a folder, archives, or the hub.
+
+Reading is slow, so a source has a key that changes with its content; `cache.py` keeps what was read under it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from fedblur.data.population import Samples
+from fedblur.errors import DataError
+
+
+@dataclass(frozen=True)
+class Split:
+    """The samples of one split as the source has them."""
+
+    x: Tensor  # [samples, channels, height, width], uint8
+    y: Tensor  # [samples], int64
+    writers: Tensor | None  # [samples], int64, 0..K-1
+
+    def samples(self) -> Samples:
+        return Samples(self.x, self.y)
+
+    def take(self, index: Tensor) -> Split:
+        """Only these samples."""
+        return Split(self.x[index], self.y[index], None if self.writers is None else self.writers[index])
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Everything that a source has: "train", "test", or only one of them."""
+
+    splits: Mapping[str, Split]
+    classes: int
+
+
+class Source(Protocol):
+    """Something that can be read once and remembered."""
+
+    @property
+    def local(self) -> bool:
+        """Whether it lies in the user's data folder (else it is fetched)."""
+        ...
+
+    @property
+    def key(self) -> str:
+        """The same text for the same content."""
+        ...
+
+    def read(self) -> Stored: ...
+
+
+def data_folder(data_dir: Path | None) -> Path | None:
+    """The user's data folder: the argument, else FEDBLUR_DATA, else none."""
+    given = data_dir or os.environ.get("FEDBLUR_DATA")
+    if not given:
+        return None
+    folder = Path(given).expanduser()
+    if not folder.is_dir():
+        raise DataError(
+            f"data_dir={str(folder)!r} is not a folder; give one that holds the data sets (or FEDBLUR_DATA)"
+        )
+    return folder
+
+
+def fingerprint(files: Iterable[Path]) -> str:
+    """Changes when a file is added, renamed, resized or rewritten; costs no reading."""
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        stat = file.stat()
+        digest.update(f"{file.name}:{stat.st_size}:{stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,190 @@
+"""A module as a function of one flat vector: `functional_call(module, layout.unflatten(vector), (x,))`.
+
+In: any nn.Module. Out: a Layout, which says where each trainable tensor lies in the vector [d]. This vector
+is all that is shared, clipped and noised. Frozen parameters are not in it and are constants; buffers, which
+training could change behind its back, are refused by `check_model`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.parameter import is_lazy
+
+from fedblur.errors import ModelError
+
+Params = dict[str, Tensor]
+Forward = Callable[[Params, Tensor], Tensor]  # parameters, inputs -> logits
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each trainable tensor lies in the flat vector: in registration order, tied tensors once."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    offsets: tuple[int, ...]
+    total: int  # d
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Layout:
+        tensors = _trainable(module)
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors.values())
+        ends = [0]
+        for shape in shapes:
+            ends.append(ends[-1] + math.prod(shape))
+        return cls(tuple(tensors), shapes, tuple(ends[:-1]), ends[-1])
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of values of each tensor."""
+        return tuple(math.prod(shape) for shape in self.shapes)
+
+    def flatten(self, params: Mapping[str, Tensor]) -> Tensor:
+        """[*lead, *shape] for each name -> [*lead, d], a copy. Leading dimensions must agree."""
+        flat = []
+        for name, shape, size in zip(self.names, self.shapes, self.sizes, strict=True):
+            tensor = params[name]
+            lead = tensor.shape[: tensor.ndim - len(shape)]
+            flat.append(tensor.reshape((*lead, size)))
+        return torch.cat(flat, dim=-1)
+
+    def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
+        """[*lead, d] -> a view [*lead, *shape] for each name."""
+        # split, not slices: its gradient is one concatenation instead of one vector of d zeros per tensor.
+        pieces = torch.split_with_sizes(vector, self.sizes, dim=-1)
+        lead = vector.shape[:-1]
+        return {
+            name: piece.view((*lead, *shape))
+            for name, shape, piece in zip(self.names, self.shapes, pieces, strict=True)
+        }
+
+    def modules(self) -> dict[str, tuple[str, ...]]:
+        """Tensor names by the module that owns them: {"conv1": ("conv1.weight", "conv1.bias"), ...}."""
+        groups: dict[str, tuple[str, ...]] = {}
+        for name in self.names:
+            owner = name.rpartition(".")[0]
+            groups[owner] = (*groups.get(owner, ()), name)
+        return groups
+
+
+def as_function(module: nn.Module) -> Forward:
+    """The module as a function of its trainable tensors. It stays in training mode: dropout is ours to switch."""
+
+    def forward(theta: Params, x: Tensor) -> Tensor:
+        logits: Tensor = functional_call(module, theta, (x,))
+        return logits
+
+    return forward
+
+
+def initial_vector(module: nn.Module) -> Tensor:
+    """The module's trainable tensors as one float32 vector [d]; a copy."""
+    tensors = {name: tensor.detach() for name, tensor in _trainable(module).items()}
+    return Layout.of(module).flatten(tensors).float()
+
+
+def load_vector(module: nn.Module, vector: Tensor) -> None:
+    """Write a flat vector back into a module, for those who want the trained nn.Module itself."""
+    layout = Layout.of(module)
+    if tuple(vector.shape) != (layout.total,):
+        raise ModelError(
+            f"a vector of shape {tuple(vector.shape)} does not fit a model with {layout.total} trainable "
+            "parameters; pass the vector that was trained with this model"
+        )
+    with torch.no_grad():
+        for tensor, value in zip(_trainable(module).values(), layout.unflatten(vector).values(), strict=True):
+            tensor.copy_(value)
+
+
+def check_model(module: nn.Module, shape: tuple[int, ...], classes: int) -> None:
+    """Refuse what cannot be trained privately, or does not fit the data, before anything is spent.
+
+    Guarantees for a model that passes: no buffers, no BatchNorm; at least one trainable parameter, all of
+    them float32 and finite; logits [batch, classes] for samples of this shape. The module is left as it
+    was.
+    """
+    _refuse_shared_statistics(module)
+    _check_parameters(module)
+    _check_output(module, shape, classes)
+
+
+def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: tensor for name, tensor in module.named_parameters() if tensor.requires_grad}
+
+
+def _refuse_shared_statistics(module: nn.Module) -> None:
+    for name, layer in module.named_modules():
+        label = f"{name or 'the model'} ({type(layer).__name__})"
+        buffer = next((key for key, _ in layer.named_buffers(recurse=False)), None)
+        if isinstance(layer, _NormBase) and buffer is not None:
+            raise ModelError(
+                f"replace {label} by nn.GroupNorm: running statistics are client data outside the clip"
+            )
+        if isinstance(layer, _BatchNorm):
+            raise ModelError(
+                f"replace {label} by nn.GroupNorm: batch statistics would mix samples and padding"
+            )
+        if buffer is not None:
+            raise ModelError(
+                f"{label} has a buffer {buffer!r}, which would be outside the clip: "
+                "make it a constant or a parameter"
+            )
+
+
+def _check_parameters(module: nn.Module) -> None:
+    lazy = next((name for name, tensor in module.named_parameters() if is_lazy(tensor)), None)
+    if lazy is not None:
+        raise ModelError(
+            f"parameter {lazy} has no shape yet (lazy module): run one batch through the model first"
+        )
+    trainable = _trainable(module)
+    if not trainable:
+        raise ModelError(
+            "the model has no trainable parameters: set requires_grad=True on what should be trained"
+        )
+    for name, tensor in trainable.items():
+        if tensor.dtype != torch.float32:
+            raise ModelError(
+                f"parameter {name} is {tensor.dtype}, but sums and noise need float32: call model.float()"
+            )
+    for name, tensor in module.named_parameters():
+        if not bool(torch.isfinite(tensor).all()):
+            raise ModelError(f"parameter {name} has NaN or infinite values: initialise it anew")
+
+
+def _check_output(module: nn.Module, shape: tuple[int, ...], classes: int) -> None:
+    device = next(module.parameters()).device
+    zeros = torch.zeros(2, *shape, device=device)
+    try:
+        with torch.no_grad(), _evaluating(module):
+            output = module(zeros)
+    except Exception as error:  # whatever a foreign forward raises, the user needs the same one line
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"the model cannot read samples of shape {tuple(shape)}: {reason}") from error
+    if not isinstance(output, Tensor):
+        raise ModelError(f"the model returns a {type(output).__name__}: it must return one tensor of logits")
+    if tuple(output.shape) != (2, classes):
+        raise ModelError(
+            f"the model's output for 2 samples has shape {tuple(output.shape)}, but classes={classes}: "
+            f"it must be {(2, classes)}"
+        )
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """eval() for a moment; each layer gets its own mode back, as some may be in eval() on purpose."""
+    modes = [(layer, layer.training) for layer in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for layer, mode in modes:
+            layer.training = mode

@@ -1,0 +1,59 @@
+"""The contract of a mechanism: clients' messages are summed, and the sum is released with noise.
+
+`accumulate` is what clients and the secure sum do; `release` is what happens once to the total. They are two steps
+so that several processes can each accumulate their part of a cohort and noise is still added once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fedblur.clipping import Bounded
+from fedblur.errors import PrivacyError
+from fedblur.events import Event
+from fedblur.rng import Rng
+
+
+@dataclass(frozen=True)
+class Release:
+    """What a mechanism must know about the round: public constants, and the size of the cohort inside the boundary."""
+
+    dimension: int  # d
+    clip_norm: float  # S
+    noise_multiplier: float  # σ; the noise on the sum has standard deviation σ·S
+    cohort: int  # realised |P_t|: private, it sizes noise shares and never leaves
+    device: torch.device
+
+    @property
+    def noise_std(self) -> float:
+        return self.noise_multiplier * self.clip_norm if self.noise_multiplier else 0.0
+
+
+class Mechanism(Protocol):
+    """How bounded updates become a private sum."""
+
+    def event(self, noise_multiplier: float) -> Event:
+        """What one release costs, before sampling."""
+        ...
+
+    def accumulate(self, blocks: Iterable[Bounded], release: Release, rng: Rng) -> Tensor:
+        """The sum of the clients' messages, [d] float64."""
+        ...
+
+    def release(self, total: Tensor, release: Release, rng: Rng) -> Tensor:
+        """The noisy sum, [d] float32."""
+        ...
+
+
+def demand_bound(block: Bounded, release: Release) -> Tensor:
+    """The block's values, if its sensitivity and shape are what the noise is made for."""
+    if block.l2_bound > release.clip_norm:
+        raise PrivacyError(f"an update bounded by {block.l2_bound} met noise made for {release.clip_norm}")
+    if block.value.shape[-1] != release.dimension:
+        raise PrivacyError(f"an update of {block.value.shape[-1]} values met a model of {release.dimension}")
+    return block.value

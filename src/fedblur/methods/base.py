@@ -1,0 +1,45 @@
+"""The contract of a method: pure functions on one client's tensors, safe under `vmap`, no state, no branches on data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from fedblur.functional import Layout, Params
+
+if TYPE_CHECKING:
+    from fedblur.config import LocalTraining
+
+Score = Literal["none", "full", "last"]
+
+
+class Method:
+    """Hooks of local training; each does nothing unless a part overrides it."""
+
+    @property
+    def score_batch(self) -> Score:
+        """On which samples `shape_update` wants the gradient at the end point: none, all local ones, the last batch."""
+        return "none"
+
+    def check(self, local: LocalTraining) -> None:
+        """Refuse settings that do not fit the local training."""
+
+    def gradient_term(self, delta: Params, clip_norm: float) -> Params | None:
+        """What is added to the loss's gradient at this step."""
+        return None
+
+    def after_step(self, delta: Params, clip_norm: float) -> Params:
+        """The difference after a step, perhaps moved."""
+        return delta
+
+    def shape_update(self, delta: Params, gradient: Params, layout: Layout) -> Params:
+        """The update before it is clipped."""
+        return delta
+
+
+def global_norm(delta: Params) -> Tensor:
+    """One l2 norm over all tensors, never one per layer. float32: it steers training, it does not bound privacy."""
+    squares = [tensor.square().sum() for tensor in delta.values()]
+    return torch.stack(squares).sum().sqrt()

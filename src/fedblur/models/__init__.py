@@ -1,0 +1,10 @@
+"""Models: plain nn.Modules, one file per family. GroupNorm only, and no buffers: see `fedblur.functional`."""
+
+from fedblur.models.base import Model, make_model
+from fedblur.models.cnn import Cnn
+from fedblur.models.gn_cnn import GnCnn
+from fedblur.models.logistic import Logistic
+from fedblur.models.mlp import Mlp
+from fedblur.models.resnet18 import ResNet18
+
+__all__ = ["Cnn", "GnCnn", "Logistic", "Mlp", "Model", "ResNet18", "make_model"]

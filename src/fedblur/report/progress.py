@@ -1,0 +1,57 @@
+"""The progress display of a run: round, accuracy, epsilon spent, share of clipped clients, time left."""
+
+from __future__ import annotations
+
+import math
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+
+class RunProgress:
+    """Call it with each round's row. `rounds=None`: learnt from the first row's run (resume)."""
+
+    def __init__(self, rounds: int | None, quiet: bool, label: str = "round", console: Console | None = None) -> None:
+        self.rounds = rounds
+        self.quiet = quiet
+        self.label = label
+        self.accuracy = self.epsilon = self.clipped = math.nan
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("accuracy {task.fields[accuracy]}  ε {task.fields[epsilon]}  clipped {task.fields[clipped]}"),
+            TimeRemainingColumn(compact=True),
+            console=console or Console(stderr=True),
+            disable=quiet,
+        )
+        self.task: TaskID | None = None
+
+    def __enter__(self) -> RunProgress:
+        self.progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.progress.stop()
+
+    def __call__(self, row: dict[str, Any]) -> None:
+        self._remember(row)
+        fields = {
+            "accuracy": "–" if math.isnan(self.accuracy) else f"{100 * self.accuracy:.1f} %",
+            "epsilon": "–" if math.isnan(self.epsilon) else f"{self.epsilon:.2f}",
+            "clipped": "–" if math.isnan(self.clipped) else f"{100 * self.clipped:.0f} %",
+        }
+        if self.task is None:
+            self.task = self.progress.add_task(self.label, total=self.rounds, **fields)
+        self.progress.update(self.task, completed=row["round"], **fields)
+
+    def _remember(self, row: dict[str, Any]) -> None:
+        if row["accuracy"] is not None:
+            self.accuracy, self.epsilon = row["accuracy"], row["epsilon"]
+        share = row["local_only"]["clipped_share"]
+        if share is not None:
+            self.clipped = share

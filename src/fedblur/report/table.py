@@ -1,0 +1,31 @@
+"""A table of results, rendered from result files, never typed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from fedblur.experiments import Line
+
+
+def render(title: str, lines: Sequence[Line]) -> Table:
+    """Rows with mean ± standard deviation over seeds, and a paper's figures beside them where there are any."""
+    with_expected = any(line.expected is not None for line in lines)
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    columns = ["accuracy %", *(["paper %"] if with_expected else []), "seeds", "noise σ", "ε spent", "clipped"]
+    for name in columns:
+        table.add_column(name, justify="right")
+    for line in lines:
+        expected = "" if line.expected is None else f"{line.expected:.2f}"
+        table.add_row(
+            line.group,
+            f"{line.accuracy:.2f} ± {line.spread:.2f}" if line.seeds > 1 else f"{line.accuracy:.2f}",
+            *([expected] if with_expected else []),
+            str(line.seeds),
+            f"{line.noise_multiplier:.3f}",
+            f"{line.epsilon:.3f}",
+            "–" if line.clipped is None else f"{100 * line.clipped:.0f} %",
+        )
+    return table

@@ -1,0 +1,42 @@
+"""A run's result on the terminal."""
+
+from __future__ import annotations
+
+import math
+
+from rich.console import Console
+from rich.table import Table
+
+from fedblur.train import Run
+
+
+def print_summary(run: Run, console: Console) -> None:
+    """Accuracy first, then what the privacy claim states, then where everything is."""
+    summary, privacy = run.summary, run.summary["privacy"]
+    table = Table(show_header=False, box=None, pad_edge=False)
+    clipped = summary["local_only"]["clipped_share"]
+    lines = {
+        "status": summary["status"],
+        "accuracy": f"{100 * summary['accuracy']:.2f} % ({summary['evaluated_on']} data, final round)",
+        "privacy": f"ε = {privacy['epsilon']:.3g} at δ = {privacy['delta']:.3g} ({privacy['accountant'].upper()}), "
+        f"{privacy['adjacency']}",
+        "noise": f"σ = {privacy['noise_multiplier']:.4g}, clip norm {privacy['clip_norm']:g}, "
+        f"signal-to-noise R = {_number(privacy['signal_to_noise'])}",
+        "sampling": privacy["sampling"],
+        "trust": privacy["trust_model"],
+        "clipped": "–" if clipped is None else f"{100 * clipped:.0f} % of updates (local only, not released)",
+        "data": f"{summary['data']}, {summary['clients']} clients, {summary['parameters']:,} parameters",
+        "run": str(run.path),
+    }
+    if summary["data_note"]:
+        lines["note"] = summary["data_note"]
+    if privacy["warning"]:
+        lines["WARNING"] = privacy["warning"]
+    for name, value in lines.items():
+        table.add_row(f"[bold]{name}[/bold]", value)
+    console.print(table)
+
+
+def _number(value: float | str) -> str:
+    value = float(value)
+    return f"{value:.2f}" if math.isfinite(value) else "∞"

@@ -1,0 +1,89 @@
+"""THE round. Data flow one way: cohort → clients → sum → noise → ledger → server step → report.
+
+    population → sample a cohort → local training → sparsify → clip → sum + noise → server step → account → report
+     data/        sampling.py       client.py + methods/    clipping.py  mechanisms/   server.py   ledger.py   train.py
+
+Everything up to the noisy sum stays inside the trusted boundary; only the noisy sum, divided by a constant, leaves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fedblur.accounting import PrivacyPlan
+from fedblur.client import Block, ClientJob
+from fedblur.clipping import Bounded
+from fedblur.config import LocalTraining
+from fedblur.diagnostics import Diagnostics
+from fedblur.engines import Engine
+from fedblur.functional import Forward, Layout
+from fedblur.ledger import Ledger
+from fedblur.mechanisms import Mechanism
+from fedblur.mechanisms.base import Release
+from fedblur.methods import Method
+from fedblur.rng import Rng
+from fedblur.server import Averaging, Server, ServerState
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What all rounds of a run have in common."""
+
+    plan: PrivacyPlan
+    engine: Engine
+    mechanism: Mechanism
+    server: Server
+    averaging: Averaging | None
+    ledger: Ledger
+    forward: Forward
+    layout: Layout
+    local: LocalTraining
+    methods: tuple[Method, ...]
+    clip_norm: float
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """The server's new state, and what only a simulation may look at."""
+
+    state: ServerState
+    local_only: dict[str, Any]
+
+
+def run_round(protocol: Protocol, state: ServerState, rng: Rng) -> RoundResult:
+    """One round of user-level differentially private federated learning (Algorithm 1 with Algorithm 2 at clients)."""
+    round_ = state.round + 1
+    plan, event = protocol.plan, protocol.plan.event()
+    protocol.ledger.demand_room(round_, event, replay=not rng.private)
+
+    cohort = plan.sampler.cohort(rng.child("cohort"))  # P_t: private, it stays here
+    job = _job(protocol, state)
+    release = Release(protocol.layout.total, protocol.clip_norm, plan.noise_multiplier, len(cohort), state.theta.device)
+    diagnostics = Diagnostics()
+    blocks = _observed(protocol.engine.map_clients(job, cohort, rng), diagnostics)
+    total = protocol.mechanism.accumulate(blocks, release, rng)
+    noisy = protocol.mechanism.release(total, release, rng)
+
+    protocol.ledger.spend(round_, event, replay=not rng.private)  # on disk before anything leaves (invariant 6)
+    mean = noisy / plan.expected_cohort  # the constant pN, never len(cohort) (invariant 3)
+    noise_std = release.noise_std / plan.expected_cohort
+    state = protocol.server.step(state, mean, round_=state.round, rounds=plan.rounds, noise_std=noise_std)
+    if protocol.averaging is not None:
+        state = protocol.averaging.update(state, round_=state.round - 1, rounds=plan.rounds)
+    return RoundResult(state, diagnostics.report(release, plan.expected_cohort))
+
+
+def _job(protocol: Protocol, state: ServerState) -> ClientJob:
+    start = protocol.layout.unflatten(state.theta)
+    return ClientJob(protocol.forward, protocol.layout, start, protocol.local, protocol.methods, protocol.clip_norm)
+
+
+def _observed(blocks: Iterator[Block], diagnostics: Diagnostics) -> Iterator[Bounded]:
+    for block in blocks:
+        with torch.no_grad():
+            diagnostics.observe(block)
+        yield block.bounded

@@ -1,0 +1,108 @@
+"""A run folder: config.json, rounds.jsonl, ledger.sqlite, checkpoints/, model.safetensors, summary.json."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedblur.checkpoint import write_atomically
+from fedblur.config import canonical, differences
+from fedblur.errors import RunError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where a run is written."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def rounds(self) -> Path:
+        return self.path / "rounds.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.sqlite"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model.safetensors"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    def begin(self, resolved: Mapping[str, Any]) -> None:
+        """Make the folder for a new run; one that is already there is refused, never overwritten."""
+        if self.config.exists():
+            changed = differences(self.resolved(), json.loads(canonical(resolved)))
+            what = f"another configuration ({'; '.join(changed)})" if changed else "this very configuration"
+            way_out = "choose another --out" if changed else f"go on with: fedblur resume {self.path}"
+            raise RunError(f"{self.path} holds a run of {what}; {way_out}")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(f"{self.path} cannot be made: {error.strerror}; choose another --out") from None
+        if not os.access(self.path, os.W_OK | os.X_OK):
+            raise RunError(f"{self.path} is not writable; choose another --out")
+        write_atomically(self.config, (json.dumps(json.loads(canonical(resolved)), indent=2) + "\n").encode())
+
+    def abandon(self) -> None:
+        """Take back a folder whose run never started; anything else in it stays."""
+        for path in (self.config, self.ledger):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not empty: it was the user's before
+            self.path.rmdir()
+
+    def resolved(self) -> dict[str, Any]:
+        """The configuration that the run was started with."""
+        try:
+            table = json.loads(self.config.read_text())
+        except FileNotFoundError:
+            raise RunError(f"{self.path} is not a run folder: it has no config.json") from None
+        except (OSError, ValueError) as error:
+            raise RunError(f"{self.config} cannot be read: {error}") from None
+        assert isinstance(table, dict)
+        return table
+
+    def append_round(self, row: Mapping[str, Any]) -> None:
+        """One line of rounds.jsonl."""
+        try:
+            with self.rounds.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise RunError(f"{self.rounds} cannot be written: {error.strerror}; free space and resume") from None
+
+    def read_rounds(self) -> list[dict[str, Any]]:
+        """All whole lines; a line that a crash cut short is left out."""
+        if not self.rounds.exists():
+            return []
+        rows = []
+        for line in self.rounds.read_text().splitlines():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                break
+        return rows
+
+    def truncate_rounds(self, last: int) -> list[dict[str, Any]]:
+        """Forget the rounds after `last`: a resumed run computes them again."""
+        rows = [row for row in self.read_rounds() if row["round"] <= last]
+        write_atomically(self.rounds, "".join(json.dumps(row) + "\n" for row in rows).encode())
+        return rows
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        write_atomically(self.summary, (json.dumps(json.loads(canonical(summary)), indent=2) + "\n").encode())

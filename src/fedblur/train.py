@@ -1,0 +1,187 @@
+"""The loop: rounds, evaluation, checkpoints, resume. In: a configuration. Out: a run folder and a Run.
+
+What is written after each round has been paid for in the ledger first. A run that is killed at any moment goes on from
+its last checkpoint; with a seed it ends with the same bytes as one that was never killed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save
+from torch import nn
+
+from fedblur.checkpoint import Checkpoint, load_newest, save_checkpoint, write_atomically
+from fedblur.config import Config, canonical, differences, from_dict, to_dict
+from fedblur.data.population import Federation
+from fedblur.errors import PrivacyError, RunError
+from fedblur.evaluation import evaluate
+from fedblur.functional import load_vector
+from fedblur.round import run_round
+from fedblur.runfolder import RunFolder
+from fedblur.server import ServerState, published
+from fedblur.setup import Machine, Setup, prepare
+from fedblur.summary import summarise
+
+Row = dict[str, Any]
+Watcher = Callable[[Row], None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run."""
+
+    path: Path
+    summary: dict[str, Any]
+    module: nn.Module  # with the trained weights
+    rounds: list[Row]
+
+    @property
+    def accuracy(self) -> float:
+        """Of the final round, never of the best one."""
+        return float(self.summary["accuracy"])
+
+    @property
+    def epsilon(self) -> float:
+        return float(self.summary["privacy"]["epsilon"])
+
+
+def train(
+    config: Config | None = None,
+    *,
+    out: str | Path | None = None,
+    machine: Machine | None = None,
+    federation: Federation | None = None,
+    module: nn.Module | None = None,
+    watch: Watcher | None = None,
+) -> Run:
+    """Run a configuration from the start. `federation` and `module` bring your own data and model."""
+    config = config or Config()
+    folder = RunFolder(Path(out) if out is not None else default_folder(config))
+    resolved = _resolved(config, federation, module)
+    folder.begin(resolved)
+    try:
+        setup = prepare(config, folder.ledger, machine or Machine(), federation, module)
+    except BaseException:
+        folder.abandon()  # nothing was released: leave no half-made run behind
+        raise
+    state = setup.protocol.server.init(setup.initial)
+    if config.averaging is not None:
+        state = config.averaging.init(state)
+    _save(folder, setup, state, resolved)
+    return _loop(folder, setup, state, resolved, [], watch)
+
+
+def resume(
+    path: str | Path,
+    *,
+    machine: Machine | None = None,
+    federation: Federation | None = None,
+    module: nn.Module | None = None,
+    watch: Watcher | None = None,
+    tell: Callable[[str], None] = print,
+) -> Run:
+    """Go on with a run from its last whole checkpoint. `tell` hears what had to be mended."""
+    folder = RunFolder(Path(path))
+    resolved = folder.resolved()
+    checkpoint, notes = load_newest(folder.checkpoints)
+    changed = differences(checkpoint.state["config"], resolved)
+    if changed:
+        raise RunError(f"the configuration of {path} was changed ({'; '.join(changed)}); put it back or start a new run")
+    _demand_own_parts(resolved, federation, module)
+    for note in notes:
+        tell(note)
+    config = from_dict({key: value for key, value in resolved.items() if key != "own"})
+    setup = prepare(config, folder.ledger, machine or Machine(), federation, module)
+    device = setup.initial.device
+    tensors = {name: tensor.to(device) for name, tensor in checkpoint.tensors.items()}
+    if tensors["theta"].shape != setup.initial.shape:
+        raise RunError(f"the checkpoint of {path} has {tensors['theta'].numel()} parameters, the model {setup.initial.numel()}")
+    state = ServerState.from_tensors(tensors, checkpoint.round)
+    return _loop(folder, setup, state, resolved, folder.truncate_rounds(checkpoint.round), watch)
+
+
+def default_folder(config: Config) -> Path:
+    """runs/DATASET-DATE-TIME, with a counter where that exists."""
+    stem = f"runs/{config.dataset.part_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    candidates = [Path(stem), *(Path(f"{stem}-{i}") for i in range(2, 1000))]
+    return next(path for path in candidates if not path.exists())
+
+
+def _loop(
+    folder: RunFolder, setup: Setup, state: ServerState, resolved: dict[str, Any], rows: list[Row], watch: Watcher | None
+) -> Run:
+    config, saved = setup.config, state.round
+    try:
+        while state.round < config.rounds:
+            began = time.perf_counter()
+            rng = setup.rng.child("round", state.round + 1)
+            result = run_round(setup.protocol, state, rng)
+            state = result.state
+            row = _row(setup, state, result.local_only, began)
+            rows.append(row)
+            folder.append_round(row)
+            if state.round % config.checkpoint_every == 0 or state.round == config.rounds:
+                _save(folder, setup, state, resolved)
+                saved = state.round
+            if watch is not None:
+                watch(row)
+    except (PrivacyError, KeyboardInterrupt):  # keep what has been paid for
+        if state.round > saved:
+            _save(folder, setup, state, resolved)
+        _finish(folder, setup, state, rows)
+        raise
+    return _finish(folder, setup, state, rows)
+
+
+def _row(setup: Setup, state: ServerState, local_only: dict[str, Any], began: float) -> Row:
+    config = setup.config
+    row: Row = {"round": state.round, "epsilon": None, "accuracy": None, "loss": None}
+    if state.round % config.eval_rounds() == 0 or state.round in (1, config.rounds):
+        row["epsilon"] = setup.protocol.plan.epsilon(state.round)
+        row["accuracy"], row["loss"] = measure(setup, state)
+    row["seconds"] = round(time.perf_counter() - began, 4)
+    row["local_only"] = local_only
+    return row
+
+
+def measure(setup: Setup, state: ServerState) -> tuple[float, float]:
+    """Accuracy and loss of the model that this state publishes."""
+    theta = setup.protocol.layout.unflatten(published(state, setup.config.averaging))
+    return evaluate(setup.protocol.forward, theta, setup.held_out)
+
+
+def _finish(folder: RunFolder, setup: Setup, state: ServerState, rows: list[Row]) -> Run:
+    vector = published(state, setup.config.averaging).cpu()
+    tensors = {name: tensor.contiguous() for name, tensor in setup.protocol.layout.unflatten(vector).items()}
+    write_atomically(folder.model, save({name: tensor.clone() for name, tensor in tensors.items()}))
+    summary = summarise(setup, state, rows, *measure(setup, state))
+    folder.write_summary(summary)
+    load_vector(setup.module, vector.to(setup.initial.device))
+    return Run(folder.path, summary, setup.module.eval(), rows)
+
+
+def _save(folder: RunFolder, setup: Setup, state: ServerState, resolved: dict[str, Any]) -> None:
+    save_checkpoint(folder.checkpoints, Checkpoint(state.round, state.tensors(), {"config": resolved}))
+
+
+def _resolved(config: Config, federation: Federation | None, module: nn.Module | None) -> dict[str, Any]:
+    """The configuration as JSON gives it back, with a word on what came from Python."""
+    own = {"data": federation and federation.name, "model": module and type(module).__name__}
+    table: dict[str, Any] = json.loads(canonical(to_dict(config)))
+    return table | ({"own": own} if any(own.values()) else {})
+
+
+def _demand_own_parts(resolved: dict[str, Any], federation: Federation | None, module: nn.Module | None) -> None:
+    own = resolved.get("own", {})
+    for what, given in (("data", federation), ("model", module)):
+        if own.get(what) and given is None:
+            raise RunError(
+                f"this run was started from Python with its own {what} ({own[what]}); "
+                "resume it from Python: fedblur.resume(path, federation=..., module=...)"
+            )
