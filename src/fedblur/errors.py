@@ -30,6 +30,10 @@ class RunError(FedBlurError):
     """A run folder that cannot be written, read or continued."""
 
 
+class DivergedError(FedBlurError):
+    """Local training that gives nothing but NaN or infinite updates."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """`did you mean 'x'?`, or the list of what is known when nothing is close."""
     names = sorted(known)

@@ -19,7 +19,7 @@ from torch import nn
 from fedblur.checkpoint import Checkpoint, load_newest, save_checkpoint, write_atomically
 from fedblur.config import Config, canonical, differences, from_dict, to_dict
 from fedblur.data.population import Federation
-from fedblur.errors import PrivacyError, RunError
+from fedblur.errors import DivergedError, PrivacyError, RunError
 from fedblur.evaluation import evaluate
 from fedblur.functional import load_vector
 from fedblur.round import run_round
@@ -131,7 +131,8 @@ def _loop(
                 saved = state.round
             if watch is not None:
                 watch(row)
-    except (PrivacyError, KeyboardInterrupt):  # keep what has been paid for
+            _demand_finite(row, config)
+    except (PrivacyError, DivergedError, KeyboardInterrupt):  # keep what has been paid for
         if state.round > saved:
             _save(folder, setup, state, resolved)
         _finish(folder, setup, state, rows)
@@ -148,6 +149,16 @@ def _row(setup: Setup, state: ServerState, local_only: dict[str, Any], began: fl
     row["seconds"] = round(time.perf_counter() - began, 4)
     row["local_only"] = local_only
     return row
+
+
+def _demand_finite(row: Row, config: Config) -> None:
+    """Single non-finite updates count as zero; a round in which all are so is a mistake that the user should see."""
+    cohort, refused = row["local_only"]["cohort"], row["local_only"]["refused"]
+    if cohort and refused == cohort:
+        raise DivergedError(
+            f"all {cohort} updates of round {row['round']} were NaN or infinite and counted as zero; "
+            f"lower local.learning_rate={config.local.learning_rate:g} or check the data"
+        )
 
 
 def measure(setup: Setup, state: ServerState) -> tuple[float, float]:

@@ -1,7 +1,7 @@
 """Stage 0, federation. In: a data set, a partition, N. Out: N training clients, validation and test samples.
 
-Validation clients never train: they are where settings are tuned. For made-up partitions N/(1 - share) clients
-are cut, so that N stays exact; natural clients are divided by the seed, and `clients` caps those that train.
+Validation clients never train: they are where settings are tuned. For made-up partitions N/(1 - share)
+clients are cut, so that N stays exact; natural clients are divided by the seed, and `clients` is then a cap.
 """
 
 from __future__ import annotations
@@ -67,7 +67,11 @@ def _natural_roles(part: Dataset, raw: Raw, clients: int | None, share: float, s
     total = len(torch.unique(raw.owners))
     validation = _of(total, share)
     able = total - validation
-    if able < max(1, clients or 1):
+    if able < 1:
+        raise ConfigError(
+            f"validation_share={share} of {total} natural clients leaves none to train; lower it"
+        )
+    if able < (clients or 1):
         raise ConfigError(
             f"clients={clients} but {part.part_name} has {total} natural clients here, {able} of them for "
             f"training (validation_share={share}); lower clients"

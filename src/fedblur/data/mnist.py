@@ -1,4 +1,4 @@
-"""MNIST: 60,000 training and 10,000 test digits, 28 × 28. Natural clients where there is a `writer_id` column.
+"""MNIST: 60,000 training and 10,000 test digits, 28 × 28. Natural clients if there is a `writer_id` column.
 
 The hub's own copy has none, so its clients are made up; a copy with NIST's writer ids gives 539 training
 writers, and its test digits come from other people.

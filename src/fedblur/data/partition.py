@@ -1,7 +1,7 @@
-"""Stage 0, partition: who owns which sample. In: labels, the number of clients. Out: each sample's owner, or -1.
+"""Stage 0, partition: who owns which sample. In: labels, a number of clients. Out: an owner each, or -1.
 
-No sample is given twice, and every client gets at least one. `natural` keeps the people who wrote the samples;
-the others make clients up, and a table must say so. The Dirichlet partitions are in `dirichlet.py`.
+No sample is given twice, and every client gets at least one. `natural` keeps the people who wrote the
+samples; the others make clients up, and a table must say so. The Dirichlet partitions are in `dirichlet.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check_fit(samples: int, clients: int, each: int) -> None:
         raise ConfigError(f"clients={clients} must be at least 1")
     if clients * each > samples:
         raise ConfigError(
-            f"{clients} clients (validation included) with {each} samples or more each need {clients * each}, "
+            f"{clients} clients (validation included) of {each} or more samples need {clients * each}, "
             f"but there are {samples}; lower clients or the samples of each"
         )
 

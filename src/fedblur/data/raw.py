@@ -1,7 +1,7 @@
 """Stage 0, what a data set part gives: labelled samples, and who wrote each when that is known.
 
-A data set is one file with one registered part. Most derive from `Dataset` and `load` their samples; one whose
-clients are computed when they are needed derives from `Generated` and makes its own federation.
+A data set is one file with one registered part. Most derive from `Dataset` and `load` their samples; one
+whose clients are computed when they are needed derives from `Generated` and makes its own federation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""synthetic(α, β) of FedProx (Li et al. 2020): clients computed when they are needed, so that N costs nothing.
+"""synthetic(α, β) of FedProx (Li et al. 2020): clients computed when needed, so that N costs nothing.
 
 Client k: u_k ~ N(0, α), B_k ~ N(0, β); W_k, b_k ~ N(u_k, 1); v_k ~ N(B_k, 1); x ~ N(v_k, diag(j^-1.2)) for
-j = 1..60; y = argmax(W_k x + b_k). α and β are standard deviations, as in the authors' code; sizes are a minimum
-plus lognormal(4, 2). Every client has its own W_k, so one global model can learn little: that is the law.
+j = 1..60; y = argmax(W_k x + b_k). α and β are standard deviations, as in the authors' code; sizes are a
+minimum plus lognormal(4, 2). Every client has its own W_k, so a global model learns little: that is the law.
 """
 
 from __future__ import annotations

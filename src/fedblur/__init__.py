@@ -1,0 +1,29 @@
+"""FedBlur: federated learning with user-level differential privacy.
+
+    import fedblur
+
+    run = fedblur.train(fedblur.Config(dataset="digits", method="blur+lus", epsilon=2.0))
+    print(run.accuracy, run.epsilon)
+"""
+
+from fedblur.config import Config, LocalTraining
+from fedblur.data.federation import federation_from_arrays, load_federation
+from fedblur.data.population import Federation
+from fedblur.errors import FedBlurError
+from fedblur.registry import register
+from fedblur.setup import Machine
+from fedblur.train import Run, resume, train
+
+__all__ = [
+    "Config",
+    "Federation",
+    "FedBlurError",
+    "LocalTraining",
+    "Machine",
+    "Run",
+    "federation_from_arrays",
+    "load_federation",
+    "register",
+    "resume",
+    "train",
+]

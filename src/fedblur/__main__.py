@@ -1,0 +1,6 @@
+"""`python -m fedblur`."""
+
+from fedblur.cli import main
+
+if __name__ == "__main__":
+    main()

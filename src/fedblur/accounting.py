@@ -1,0 +1,232 @@
+"""Stage 8, account. In: events. Out: the (epsilon, delta) they add up to, and the noise that a target needs.
+
+The unit of privacy is a client with all of its samples. What a round released is data (`events.py`), how it
+is interpreted is in `accountants.py`; here are the questions that a run asks.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from scipy.optimize import brentq
+
+from fedblur.accountants import INTERPRETERS, renyi
+from fedblur.errors import ConfigError, PrivacyError
+from fedblur.events import Event, FixedSizeSampled, flatten
+from fedblur.sampling import Sampler
+
+Accountant = Literal["pld", "rdp"]
+Adjacency = Literal["add or remove one client", "replace one client"]
+
+SMALLEST_SIGMA, LARGEST_SIGMA = 2.0**-6, 2.0**20  # where a noise multiplier is looked for
+_TOLERANCE = 1e-4  # of a calibrated noise multiplier, relative
+
+
+def epsilon(event: Event, count: int, delta: float, accountant: Accountant = "pld") -> float:
+    """The epsilon of releasing `event` `count` times, at `delta`. Memoised.
+
+    Formal guarantees: an upper bound; never falls when `count` rises; the same for every nesting of a
+    composition. PLD exceeds the exact value by about 0.05 % at most. `adjacency` says between which
+    neighbours it holds.
+
+        noise_multiplier = 0                 inf
+        count = 0                            0
+        delta above all that can leak        0, for instance one round at sampling rate p <= delta
+        delta outside (0, 1)                 ConfigError
+        unknown event or accountant          PrivacyError; for PLD also fixed-size cohorts, delta < 1e-10
+    """
+    if not 0 < delta < 1:
+        raise ConfigError(f"delta={delta} must be in (0, 1)")
+    if count < 0:
+        raise ConfigError(f"count={count} must be 0 or more")
+    return _spent(event, count, delta, accountant)
+
+
+@functools.lru_cache(maxsize=2**16)
+def _spent(event: Event, count: int, delta: float, accountant: str) -> float:
+    adjacency(event)  # refuses a mixture of neighbouring relations: their epsilons do not add up
+    if accountant not in INTERPRETERS:
+        raise PrivacyError(f'accountant={accountant!r} is unknown; use "pld" or "rdp"')
+    return INTERPRETERS[accountant](flatten(event, count), delta) if count else 0.0
+
+
+def adjacency(event: Event) -> Adjacency:
+    """Which two populations the guarantee cannot tell apart. An unknown event is refused."""
+    relations = {_relation(release) for release in flatten(event)}
+    if len(relations) > 1:
+        raise PrivacyError(
+            "fixed-size and other cohorts protect different neighbours; account for them apart"
+        )
+    return relations.pop()
+
+
+def _relation(release: Event) -> Adjacency:
+    if renyi.dispatch(type(release)) is renyi.dispatch(object):
+        raise PrivacyError(f"{type(release).__name__} is known to no accountant; an unknown event is refused")
+    return "replace one client" if isinstance(release, FixedSizeSampled) else "add or remove one client"
+
+
+def calibrate(
+    make_event: Callable[[float], Event],
+    rounds: int,
+    epsilon: float,
+    delta: float,
+    accountant: Accountant = "pld",
+) -> float:
+    """The smallest noise multiplier σ that keeps `rounds` releases of `make_event(σ)` within epsilon.
+
+    Formal guarantee: the epsilon of the result, by the same accountant, is at most the target. The result is
+    within 1e-4 (relative) of the smallest that this holds for.
+
+        epsilon = inf                        0: no noise
+        epsilon <= 0 or nan                  ConfigError
+        epsilon that 2^20 does not reach     PrivacyError: too small for these rounds and this delta
+        epsilon that 2^-6 stays below        PrivacyError: so large that noise makes no difference
+    """
+    if not epsilon > 0:
+        raise ConfigError(f"epsilon={epsilon} must be above 0 (inf: no noise)")
+    if rounds < 1:
+        raise ConfigError(f"rounds={rounds} must be 1 or more")
+    if math.isinf(epsilon):
+        return 0.0
+
+    def excess(log_sigma: float) -> float:
+        spent = _checked(make_event(math.exp(log_sigma)), rounds, delta, accountant)
+        return math.log(min(max(spent / epsilon, 1e-6), 1e6))  # bounded, since spent may be 0 or inf
+
+    low, high = _bracket(excess, f"epsilon={epsilon:g} over {rounds} rounds at delta={delta:.3g}")
+    sigma = math.exp(brentq(excess, low, high, xtol=_TOLERANCE / 4))
+    while _checked(make_event(sigma), rounds, delta, accountant) > epsilon:
+        sigma *= 1 + _TOLERANCE / 2
+    return sigma
+
+
+_checked = epsilon  # the function, where `epsilon` is a target
+
+
+def _bracket(excess: Callable[[float], float], target: str) -> tuple[float, float]:
+    """Logarithms of a noise multiplier that spends too much and of one that does not."""
+    low = high = 0.0
+    while excess(high) > 0:
+        low, high = high, high + math.log(4)
+        if high > math.log(LARGEST_SIGMA):
+            raise PrivacyError(
+                f"{target} cannot be reached, even with noise_multiplier={LARGEST_SIGMA:.0f}; "
+                "raise epsilon or delta, or lower rounds or sample_rate"
+            )
+    while excess(low) <= 0:
+        low, high = low - math.log(4), low
+        if low < math.log(SMALLEST_SIGMA):
+            raise PrivacyError(
+                f"{target} is met with next to no noise (noise_multiplier={math.exp(high):.3g}); "
+                "lower epsilon or delta, or set epsilon = inf to train without noise"
+            )
+    return low, high
+
+
+def rounds_within(
+    event: Event, epsilon: float, delta: float, accountant: Accountant = "pld", at_most: int = 10**6
+) -> int:
+    """How many releases of `event` a budget allows, up to `at_most`.
+
+    Formal guarantee: the result's epsilon is at most the budget; 0 where not even one release fits.
+
+        epsilon = inf                        at_most
+        noise_multiplier = 0                 0, unless epsilon = inf
+    """
+    if math.isinf(epsilon):
+        return at_most
+    fits = 0
+    while (
+        fits < at_most
+    ):  # in large strides: very many rounds are slow to compose, and few budgets allow them
+        fails = min(8 * fits, at_most) if fits else 1
+        if _checked(event, fails, delta, accountant) > epsilon:
+            return _last_fit(lambda n: _checked(event, n, delta, accountant) <= epsilon, fits, fails)
+        fits = fails
+    return at_most
+
+
+def _last_fit(fits: Callable[[int], bool], good: int, bad: int) -> int:
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    return good
+
+
+def parse_delta(value: float | str, clients: int) -> float:
+    """A delta as written: a number, "1/N" or "N^-1.1", for N clients. Outside (0, 1) it is a ConfigError."""
+    text = str(value).replace(" ", "")
+    power = re.fullmatch(r"1/N|N\^-(\d+(?:\.\d*)?|\.\d+)", text, re.IGNORECASE)
+    try:
+        delta = clients ** -float(power[1] or 1) if power else float(text)
+    except ValueError:
+        raise ConfigError(f'delta={value!r} must be a number in (0, 1), "1/N" or "N^-1.1"') from None
+    if not 0 < delta < 1:
+        meaning = f" ({delta:g} for {clients} clients)" if power else ""
+        raise ConfigError(f"delta={value}{meaning} must be in (0, 1)")
+    return delta
+
+
+class Noise(Protocol):
+    """The side of a mechanism that accounting sees."""
+
+    def event(self, noise_multiplier: float) -> Event: ...
+
+
+@dataclass(frozen=True)
+class PrivacyPlan:
+    """What a run will release, and what that costs; `sampler` is both sampling and accounting (invariant 4)."""
+
+    sampler: Sampler
+    release: Event  # of one cohort's noisy sum, before sampling
+    noise_multiplier: float  # σ
+    rounds: int  # T
+    delta: float
+    accountant: Accountant
+    epsilon_target: float  # a run may not pass it; inf: no privacy
+
+    @property
+    def expected_cohort(self) -> float:
+        """The constant that sums are divided by."""
+        return self.sampler.expected_cohort
+
+    def event(self) -> Event:
+        """Of one round."""
+        return self.sampler.event(self.release)
+
+    def epsilon(self, rounds: int | None = None) -> float:
+        """Spent after this many rounds; after all of them by default."""
+        return epsilon(self.event(), self.rounds if rounds is None else rounds, self.delta, self.accountant)
+
+
+def make_plan(
+    sampler: Sampler,
+    mechanism: Noise,
+    *,
+    rounds: int,
+    delta: float | str = "1/N",
+    accountant: Accountant = "pld",
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+) -> PrivacyPlan:
+    """The plan with this epsilon or this noise multiplier; the other one follows. Exactly one is given."""
+    if (epsilon is None) == (noise_multiplier is None):
+        raise ConfigError(
+            f"epsilon={epsilon} and noise_multiplier={noise_multiplier}: give exactly one of them"
+        )
+    fixed = parse_delta(delta, sampler.clients)
+    if noise_multiplier is None:
+        assert epsilon is not None
+        noise_multiplier = calibrate(
+            lambda sigma: sampler.event(mechanism.event(sigma)), rounds, epsilon, fixed, accountant
+        )
+    release = mechanism.event(noise_multiplier)
+    if epsilon is None:
+        epsilon = _checked(sampler.event(release), rounds, fixed, accountant)
+    return PrivacyPlan(sampler, release, noise_multiplier, rounds, fixed, accountant, epsilon)

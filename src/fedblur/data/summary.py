@@ -1,0 +1,84 @@
+"""What a federation looks like: sizes and label skew of its clients, for whoever chooses settings.
+
+These figures are computed from the clients' data themselves, so they are `local_only`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedblur.data.population import Federation, Packed, Population
+from fedblur.rng import Seeded
+
+_MOST_GENERATED = 200  # clients that are looked at when each has to be computed first
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A federation in figures."""
+
+    name: str
+    note: str
+    train_clients: int
+    validation_clients: int
+    validation_samples: int
+    test_samples: int
+    classes: int
+    shape: tuple[int, ...]
+    clients_seen: int  # the figures below are of these training clients
+    samples_min: int
+    samples_median: float
+    samples_mean: float
+    samples_max: int
+    classes_per_client: float  # mean number of classes that a client has at all
+    label_distance: float  # mean total-variation distance of a client's label mix from the population's, 0..1
+
+
+def clients_to_see(population: Population) -> Tensor:
+    """All clients in memory; of generated ones a few, by a fixed lot."""
+    if isinstance(population, Packed) or population.clients <= _MOST_GENERATED:
+        return torch.arange(population.clients)
+    lot = Seeded.root(0).child("summary").numpy()
+    drawn = lot.choice(population.clients, _MOST_GENERATED, replace=False, shuffle=False)
+    return torch.from_numpy(np.sort(drawn))
+
+
+def label_counts(population: Population, ids: Tensor) -> NDArray[np.int64]:
+    """[clients, classes]: how many samples of each class each of these clients has."""
+    shard = population.fetch(ids)
+    sizes = shard.sizes.cpu()
+    before = torch.cumsum(sizes, 0) - sizes
+    within = torch.arange(int(sizes.sum())) - torch.repeat_interleave(before, sizes)
+    labels = shard.y.cpu()[torch.repeat_interleave(shard.starts.cpu(), sizes) + within]
+    rows = torch.repeat_interleave(torch.arange(len(ids)), sizes)
+    cells = torch.bincount(rows * population.classes + labels, minlength=len(ids) * population.classes)
+    return cells.reshape(len(ids), population.classes).numpy()
+
+
+def summarise(federation: Federation, counts: NDArray[np.int64]) -> Summary:
+    """The figures, from the label counts of the clients that were looked at."""
+    sizes = counts.sum(axis=1)
+    mixes = counts / sizes[:, None]
+    overall = counts.sum(axis=0) / sizes.sum()
+    return Summary(
+        name=federation.name,
+        note=federation.note,
+        train_clients=federation.train.clients,
+        validation_clients=federation.validation_clients,
+        validation_samples=0 if federation.validation is None else len(federation.validation),
+        test_samples=len(federation.test),
+        classes=federation.train.classes,
+        shape=tuple(federation.train.shape),
+        clients_seen=len(counts),
+        samples_min=int(sizes.min()),
+        samples_median=float(np.median(sizes)),
+        samples_mean=float(sizes.mean()),
+        samples_max=int(sizes.max()),
+        classes_per_client=float((counts > 0).sum(axis=1).mean()),
+        label_distance=float(0.5 * np.abs(mixes - overall).sum(axis=1).mean()),
+    )

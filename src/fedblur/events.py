@@ -1,0 +1,171 @@
+"""What a round released, as data: the ledger stores events, the accountants interpret them.
+
+An event says how the clients of a round were chosen and how their sum was blurred; it says nothing about how
+that is turned into an epsilon (`accounting.py`). A mechanism with noise of its own adds its event with
+`@event_kind`. Reading is strict: an unknown kind or field is refused, never guessed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from fedblur.errors import PrivacyError, nearest
+
+
+class Event:
+    """Something that was computed from clients' updates and left the server's trusted part."""
+
+    kind: ClassVar[str]
+
+
+E = TypeVar("E", bound=type[Event])
+_KINDS: dict[str, type[Event]] = {}
+
+
+def event_kind(name: str) -> Callable[[E], E]:
+    """Class decorator: a frozen dataclass that is written to the ledger under this name."""
+
+    def add(event: E) -> E:
+        _KINDS[name] = event
+        event.kind = name
+        return event
+
+    return add
+
+
+@event_kind("gaussian")
+@dataclass(frozen=True)
+class Gaussian(Event):
+    """A sum of clipped updates plus Gaussian noise on every coordinate."""
+
+    noise_multiplier: float  # σ: noise std / clip norm S
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.noise_multiplier < math.inf:
+            raise PrivacyError(f"noise_multiplier={self.noise_multiplier} must be 0 or more and finite")
+
+
+@event_kind("poisson_sampled")
+@dataclass(frozen=True)
+class PoissonSampled(Event):
+    """`inner` on a cohort that each client joined on its own with probability `rate`."""
+
+    rate: float  # p
+    inner: Event
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rate <= 1:
+            raise PrivacyError(f"sampling rate={self.rate} must be in (0, 1]")
+
+
+@event_kind("fixed_size_sampled")
+@dataclass(frozen=True)
+class FixedSizeSampled(Event):
+    """`inner` on a cohort of exactly `cohort` of the `population` clients, drawn without replacement."""
+
+    population: int  # N
+    cohort: int
+    inner: Event
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.cohort <= self.population:
+            raise PrivacyError(f"cohort={self.cohort} must be between 1 and population={self.population}")
+
+
+@event_kind("self_composed")
+@dataclass(frozen=True)
+class SelfComposed(Event):
+    """`inner` released `count` times, each with fresh sampling and noise."""
+
+    inner: Event
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise PrivacyError(f"count={self.count} must be 1 or more")
+
+
+@event_kind("composed")
+@dataclass(frozen=True)
+class Composed(Event):
+    """Several releases about the same clients, one after the other."""
+
+    events: tuple[Event, ...]
+
+    def __post_init__(self) -> None:
+        if not self.events:
+            raise PrivacyError("a composition of no events says nothing; leave it out")
+
+
+def flatten(event: Event, count: int = 1) -> dict[Event, int]:
+    """The releases inside compositions, each with how often it happened: nesting makes no difference."""
+    if isinstance(event, SelfComposed):
+        return flatten(event.inner, event.count * count)
+    if not isinstance(event, Composed):
+        return {event: count}
+    total: dict[Event, int] = {}
+    for part in event.events:
+        for release, times in flatten(part, count).items():
+            total[release] = total.get(release, 0) + times
+    return total
+
+
+def to_json(event: Event) -> dict[str, Any]:
+    """Plain values for the ledger; `from_json` is the inverse."""
+    if _KINDS.get(getattr(event, "kind", "")) is not type(event):
+        raise PrivacyError(
+            f"{type(event).__name__} is not a kind of event that a ledger can hold; add @event_kind"
+        )
+    fields = dataclasses.fields(event)  # type: ignore[arg-type]  # every registered kind is a dataclass
+    return {"kind": event.kind} | {field.name: _plain(getattr(event, field.name)) for field in fields}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Event):
+        return to_json(value)
+    return [to_json(item) for item in value] if isinstance(value, tuple) else value
+
+
+def from_json(data: object) -> Event:
+    """An event from plain values.
+
+    Formal guarantee: the result means what was written, or PrivacyError is raised. A field that is missing,
+    unknown or of another type is refused: a guess here would be a wrong epsilon later.
+    """
+    if not isinstance(data, Mapping):
+        raise PrivacyError(f"event {data!r} must be a table with a kind")
+    kind = data.get("kind")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise PrivacyError(f"event kind {kind!r} is unknown: {nearest(str(kind), _KINDS)}")
+    return _KINDS[kind](**_values(kind, {key: value for key, value in data.items() if key != "kind"}))
+
+
+def _values(kind: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    hints = typing.get_type_hints(_KINDS[kind])
+    known = [field.name for field in dataclasses.fields(_KINDS[kind])]  # type: ignore[arg-type]
+    unknown = next((key for key in table if key not in known), None)
+    if unknown is not None:
+        raise PrivacyError(f"event {kind!r} has an unknown field {unknown!r}: {nearest(unknown, known)}")
+    missing = next((name for name in known if name not in table), None)
+    if missing is not None:
+        raise PrivacyError(
+            f"event {kind!r} lacks the field {missing!r}; its epsilon cannot be known without it"
+        )
+    return {name: _read(f"{kind}.{name}", hints[name], table[name]) for name in known}
+
+
+def _read(where: str, hint: Any, value: Any) -> Any:
+    if hint is Event:
+        return from_json(value)
+    if hint == tuple[Event, ...] and isinstance(value, list | tuple):
+        return tuple(from_json(item) for item in value)
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if hint in (int, str) and type(value) is hint:
+        return value
+    raise PrivacyError(f"event field {where}={value!r} must be {getattr(hint, '__name__', hint)}")

@@ -1,0 +1,190 @@
+"""Stage 1, sample a cohort. In: a stream of randomness. Out: the sorted ids of this round's clients.
+
+Who takes part and how that is accounted for are one object: a `Sampler` draws the cohort and wraps the
+round's event, so the two cannot disagree. The denominator of the round's mean is its `expected_cohort`, a
+constant.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedblur.errors import ConfigError
+from fedblur.events import Event, FixedSizeSampled, PoissonSampled
+from fedblur.registry import register
+from fedblur.rng import Rng
+
+
+class Sampler(Protocol):
+    """Who takes part in a round, and what that means for privacy."""
+
+    @property
+    def clients(self) -> int:
+        """N, of the population."""
+        ...
+
+    @property
+    def expected_cohort(self) -> float:
+        """The constant that a round's sum is divided by; the size of the cohort that came is private."""
+        ...
+
+    @property
+    def cohort_spread(self) -> float:
+        """Standard deviation of the cohort's size."""
+        ...
+
+    @property
+    def description(self) -> str: ...
+
+    def cohort(self, rng: Rng) -> Tensor:
+        """Sorted client ids, int64; possibly none."""
+        ...
+
+    def event(self, inner: Event) -> Event:
+        """The event of releasing `inner` on such a cohort."""
+        ...
+
+
+class Sampling(Protocol):
+    """A part of kind "sampling": makes the sampler for a population."""
+
+    def sampler(self, clients: int, rate: float) -> Sampler: ...
+
+
+@dataclass(frozen=True)
+class PoissonSampler:
+    """Each client joins on its own with probability `rate`, so the cohort's size is binomial.
+
+    Formal guarantees: membership is independent between clients and rounds, as `PoissonSampled` assumes; the
+    53 random bits of a draw bias the probability by at most 2^-53. At rate 1 everyone joins.
+    """
+
+    clients: int  # N
+    rate: float  # p
+
+    @property
+    def expected_cohort(self) -> float:
+        return self.rate * self.clients
+
+    @property
+    def cohort_spread(self) -> float:
+        return math.sqrt(self.clients * self.rate * (1 - self.rate))
+
+    @property
+    def description(self) -> str:
+        return f"Poisson: each of {self.clients:,} clients joins a round with probability {self.rate:g}"
+
+    def cohort(self, rng: Rng) -> Tensor:
+        return torch.from_numpy(np.flatnonzero(rng.uniform(self.clients) < self.rate))
+
+    def event(self, inner: Event) -> Event:
+        return PoissonSampled(self.rate, inner)
+
+
+@dataclass(frozen=True)
+class FixedSizeSampler:
+    """Exactly `size` clients, every such set equally likely: those with the smallest of N uniform draws.
+
+    Formal guarantees: without replacement, as `FixedSizeSampled` assumes. Two equal draws (a chance below
+    N²·2^-54 a round) are ordered by id.
+    """
+
+    clients: int  # N
+    size: int
+
+    @property
+    def expected_cohort(self) -> float:
+        return float(self.size)
+
+    @property
+    def cohort_spread(self) -> float:
+        return 0.0
+
+    @property
+    def description(self) -> str:
+        return f"fixed size: {self.size:,} of {self.clients:,} clients a round, without replacement"
+
+    def cohort(self, rng: Rng) -> Tensor:
+        smallest = np.argpartition(rng.uniform(self.clients), self.size - 1)[: self.size]
+        return torch.from_numpy(np.sort(smallest))
+
+    def event(self, inner: Event) -> Event:
+        return FixedSizeSampled(self.clients, self.size, inner)
+
+
+@dataclass(frozen=True)
+class FullSampler:
+    """Everyone, every round: no sampling, so no amplification."""
+
+    clients: int  # N
+
+    @property
+    def expected_cohort(self) -> float:
+        return float(self.clients)
+
+    @property
+    def cohort_spread(self) -> float:
+        return 0.0
+
+    @property
+    def description(self) -> str:
+        return f"full participation: all {self.clients:,} clients in every round"
+
+    def cohort(self, rng: Rng) -> Tensor:
+        return torch.arange(self.clients)
+
+    def event(self, inner: Event) -> Event:
+        return inner
+
+
+@register("sampling", "poisson")
+@dataclass(frozen=True)
+class Poisson:
+    """Each client joins independently with probability p. The default, and the best understood."""
+
+    def sampler(self, clients: int, rate: float) -> Sampler:
+        _check(clients, rate)
+        return PoissonSampler(clients, rate)
+
+
+@register("sampling", "fixed")
+@dataclass(frozen=True)
+class Fixed:
+    """Exactly round(p·N) clients a round. Needs about four times Poisson's noise (see `accounting.py`)."""
+
+    def sampler(self, clients: int, rate: float) -> Sampler:
+        _check(clients, rate)
+        size = round(rate * clients)
+        if size < 1:
+            raise ConfigError(
+                f"sample_rate={rate:g} of {clients} clients rounds to a cohort of 0; "
+                f"set sample_rate to {1 / clients:.3g} or more"
+            )
+        return FixedSizeSampler(clients, size)
+
+
+@register("sampling", "full")
+@dataclass(frozen=True)
+class Full:
+    """All clients in every round; p must be 1."""
+
+    def sampler(self, clients: int, rate: float) -> Sampler:
+        _check(clients, rate)
+        if rate != 1:
+            raise ConfigError(
+                f'sample_rate={rate:g} must be 1 with sampling = "full"; or use sampling = "poisson"'
+            )
+        return FullSampler(clients)
+
+
+def _check(clients: int, rate: float) -> None:
+    if clients < 1:
+        raise ConfigError(f"clients={clients} must be 1 or more")
+    if not 0 < rate <= 1:
+        raise ConfigError(f"sample_rate={rate:g} must be in (0, 1]")
