@@ -17,7 +17,7 @@ from scipy.optimize import brentq
 
 from fedblur.accountants import INTERPRETERS, renyi
 from fedblur.errors import ConfigError, PrivacyError
-from fedblur.events import Event, FixedSizeSampled, flatten
+from fedblur.events import Event, FixedSizeSampled, PoissonSampled, flatten
 from fedblur.sampling import Sampler
 
 Accountant = Literal["pld", "rdp"]
@@ -31,14 +31,14 @@ def epsilon(event: Event, count: int, delta: float, accountant: Accountant = "pl
     """The epsilon of releasing `event` `count` times, at `delta`. Memoised.
 
     Formal guarantees: an upper bound; never falls when `count` rises; the same for every nesting of a
-    composition. PLD exceeds the exact value by about 0.05 % at most. `adjacency` says between which
-    neighbours it holds.
+    composition. PLD exceeds the exact value by 0.05 % or less (exceptions: `accountants.py`).
+    `adjacency` says between which neighbours it holds.
 
         noise_multiplier = 0                 inf
         count = 0                            0
         delta above all that can leak        0, for instance one round at sampling rate p <= delta
         delta outside (0, 1)                 ConfigError
-        unknown event or accountant          PrivacyError; for PLD also fixed-size cohorts, delta < 1e-10
+        unknown event or accountant          PrivacyError; for PLD also fixed-size cohorts, delta < 2e-12
     """
     if not 0 < delta < 1:
         raise ConfigError(f"delta={delta} must be in (0, 1)")
@@ -66,6 +66,8 @@ def adjacency(event: Event) -> Adjacency:
 
 
 def _relation(release: Event) -> Adjacency:
+    if isinstance(release, FixedSizeSampled | PoissonSampled):
+        _relation(release.inner)
     if renyi.dispatch(type(release)) is renyi.dispatch(object):
         raise PrivacyError(f"{type(release).__name__} is known to no accountant; an unknown event is refused")
     return "replace one client" if isinstance(release, FixedSizeSampled) else "add or remove one client"
@@ -181,7 +183,7 @@ class Noise(Protocol):
 
 @dataclass(frozen=True)
 class PrivacyPlan:
-    """What a run will release, and what that costs; `sampler` is both sampling and accounting (invariant 4)."""
+    """What a run will release, and its cost. The sampler also makes the event accounted for (invariant 4)."""
 
     sampler: Sampler
     release: Event  # of one cohort's noisy sum, before sampling

@@ -156,7 +156,7 @@ class Poisson:
 @register("sampling", "fixed")
 @dataclass(frozen=True)
 class Fixed:
-    """Exactly round(p·N) clients a round. Needs about four times Poisson's noise (see `accounting.py`)."""
+    """Exactly round(p·N) clients a round. Needs three to four times Poisson's noise (`accountants.py`)."""
 
     def sampler(self, clients: int, rate: float) -> Sampler:
         _check(clients, rate)

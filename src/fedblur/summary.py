@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import platform
 from importlib.metadata import version
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 
 from fedblur.accounting import adjacency
 from fedblur.config import canonical
+from fedblur.planning import signal_to_noise
 from fedblur.registry import describe
 from fedblur.server import ServerState
 from fedblur.setup import Setup
@@ -62,9 +62,8 @@ def privacy_statement(setup: Setup) -> dict[str, Any]:
         "expected_cohort": plan.expected_cohort,
         "releases": spends,
         "trust_model": config.mechanism.trust,
-        "tuning": "settings chosen before this run are not accounted; "
-        + (f"accuracy was measured on {config.evaluate} data"),
-        "signal_to_noise": signal_to_noise(setup),
+        "tuning": f"settings chosen before this run are not accounted; accuracy was measured on {config.evaluate} data",
+        "signal_to_noise": signal_to_noise(plan, setup.protocol.layout.total),
     }
 
 
@@ -73,10 +72,3 @@ def warning(setup: Setup) -> str | None:
     if setup.protocol.plan.noise_multiplier == 0:
         return NOISELESS
     return None if setup.rng.private else SEEDED
-
-
-def signal_to_noise(setup: Setup) -> float:
-    """R = √T·pN/(σ√d): the most that T rounds of signal can be, over what T rounds of noise add up to."""
-    plan = setup.protocol.plan
-    noise = plan.noise_multiplier * math.sqrt(setup.protocol.layout.total)
-    return math.sqrt(plan.rounds) * plan.expected_cohort / noise if noise else math.inf

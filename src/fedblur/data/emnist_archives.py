@@ -75,13 +75,11 @@ class MatArchive:
             raise _broken(self.file, error) from None
         return Stored(splits, _CLASSES[self.split])
 
-    def _split(self, table: NDArray[Any]) -> Split:
+    def _split(self, table: np.void) -> Split:
         writers = None
         if "writers" in (table.dtype.names or ()):
-            writers = np.unique(table["writers"][0, 0].ravel(), return_inverse=True)[1]
-        return _split_of(
-            table["images"][0, 0].reshape(-1, 28, 28), table["labels"][0, 0], writers, self.split
-        )
+            writers = np.unique(table["writers"].ravel(), return_inverse=True)[1]
+        return _split_of(table["images"].reshape(-1, 28, 28), table["labels"], writers, self.split)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ class LocalEngine:
     block_size: int
 
     def map_clients(self, job: ClientJob, ids: Tensor, rng: Rng) -> Iterator[Block]:
+        if not len(ids):
+            return
         shard = self.population.fetch(ids)
         order = torch.argsort(shard.sizes, stable=True)  # clients of like size share a block: less padding
         for chosen in order.split(self.block_size):

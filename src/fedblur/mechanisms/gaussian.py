@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedblur import events
 from fedblur.clipping import Bounded
+from fedblur.errors import PrivacyError
 from fedblur.mechanisms.base import Release, demand_bound
 from fedblur.registry import register
 from fedblur.rng import Rng
@@ -47,6 +48,8 @@ class Gaussian:
                 values = values + self._shares(len(values), sent, release, rng)
             total += values.sum(0, dtype=torch.float64)  # float64: the order of clients does not matter
             sent += len(values)
+        if self.placement == "clients" and sent < release.cohort:  # invariant 8: too few shares is too little noise
+            raise PrivacyError(f"{sent} noise shares arrived of the {release.cohort} that they were sized for; round aborted")
         return total
 
     def _shares(self, count: int, sent: int, release: Release, rng: Rng) -> Tensor:

@@ -1,0 +1,115 @@
+"""`fedblur plan`: noise, epsilon and what to expect, before anyone trains."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fedblur.accounting import adjacency
+from fedblur.config import canonical
+from fedblur.errors import ConfigError
+from fedblur.planning import ACCOUNTANTS, PAPER_CNN, Outlook, Setting, outlook
+from fedblur.registry import build
+
+
+def plan(
+    clients: Annotated[int, typer.Option(help="N, the clients that training may sample from.")],
+    sample_rate: Annotated[float, typer.Option(help="p, the chance of a client to take part in a round.")],
+    rounds: Annotated[int, typer.Option(help="T, rounds of training.")],
+    epsilon: Annotated[float | None, typer.Option(help="Privacy target; the noise follows.")] = None,
+    noise_multiplier: Annotated[float | None, typer.Option(help="σ; epsilon follows.")] = None,
+    delta: Annotated[str, typer.Option(help='A number, "1/N" or "N^-1.1".')] = "1/N",
+    sampling: Annotated[str, typer.Option(help="poisson, fixed or full.")] = "poisson",
+    parameters: Annotated[
+        int | None, typer.Option(help=f"d, the model's size [default: {PAPER_CNN}, the paper's CNN].")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A model by name instead, with --shape and --classes.")
+    ] = None,
+    shape: Annotated[str | None, typer.Option(help="Of one sample, for --model: 1,28,28.")] = None,
+    classes: Annotated[int | None, typer.Option(help="For --model.")] = None,
+    clip_norm: Annotated[
+        float, typer.Option(help="S; it scales the noise, not the signal-to-noise ratio.")
+    ] = 0.1,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw epsilon over rounds and R over sample rates.")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Find the noise for an epsilon, or the epsilon of a noise, and what to expect. No data are needed."""
+    size = model_size(model, shape, classes, parameters)
+    setting = Setting(
+        clients, sample_rate, rounds, epsilon, noise_multiplier, delta, sampling, size, clip_norm
+    )
+    answer = outlook(setting)
+    if plot is not None:
+        from fedblur.report.plan_plot import plot_outlook  # matplotlib is slow to import
+
+        plot_outlook(answer, plot)
+    if json_:
+        typer.echo(canonical(answer.as_dict()))
+    else:
+        show(answer, Console())
+
+
+def model_size(model: str | None, shape: str | None, classes: int | None, parameters: int | None) -> int:
+    """d, as given or as the named model has it."""
+    if model is None:
+        if shape is not None or classes is not None:
+            raise ConfigError(
+                "--shape and --classes describe the data of --model; add it, or give --parameters"
+            )
+        return PAPER_CNN if parameters is None else parameters
+    if parameters is not None:
+        raise ConfigError(
+            f"--parameters={parameters} and --model={model} both give the model's size; keep one"
+        )
+    if shape is None or classes is None:
+        raise ConfigError(
+            f"--model={model} needs --shape and --classes, for instance --shape 1,28,28 --classes 62"
+        )
+    try:
+        sides = tuple(int(side) for side in shape.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"--shape={shape} must be whole numbers with commas, for instance 1,28,28"
+        ) from None
+    module = build("model", model).build(sides, classes)
+    return sum(weight.numel() for weight in module.parameters() if weight.requires_grad)
+
+
+def show(answer: Outlook, console: Console) -> None:
+    """A table of both accountants, then plain words."""
+    setting, plan = answer.setting, answer.tightest
+    cohort = f"{plan.expected_cohort:,.5g} ± {plan.sampler.cohort_spread:.3g} clients a round"
+    console.print(f"{plan.sampler.description}: {cohort}", highlight=False)
+    console.print(
+        f"{setting.rounds:,} rounds, δ = {plan.delta:.3g}, {adjacency(plan.event())}", highlight=False
+    )
+    console.print(f"{setting.parameters:,} parameters, clip norm S = {setting.clip_norm:g}", highlight=False)
+    console.print(_accountants(answer))
+    for line in answer.advice:
+        console.print(f"• {line}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _accountants(answer: Outlook) -> Table:
+    table = Table("", *(name.upper() for name in ACCOUNTANTS))
+    rows: dict[str, list[str]] = {"ε": [], "noise multiplier σ": [], "noise std σS": []}
+    rows |= {"noise norm per round": [], "  over S, the longest signal": [], "signal-to-noise R": []}
+    for name in ACCOUNTANTS:
+        plan = answer.plans.get(name)
+        sigma = math.nan if plan is None else plan.noise_multiplier
+        norm = sigma * math.sqrt(answer.setting.parameters) / answer.tightest.expected_cohort  # over S
+        ratio = math.nan if plan is None else answer.signal_to_noise(name)
+        target = math.nan if plan is None else plan.epsilon_target
+        clip = answer.setting.clip_norm
+        for cells, value in zip(rows.values(), (target, sigma, sigma * clip, norm * clip, norm, ratio)):
+            cells.append("–" if math.isnan(value) else f"{value:.4g}")
+    for label, cells in rows.items():
+        table.add_row(label, *cells)
+    return table
