@@ -197,8 +197,8 @@ def _warnings(setting: Setting, plan: PrivacyPlan) -> list[str]:
     if 0 < plan.noise_multiplier < 0.5:
         alone = epsilon(plan.release, 1, plan.delta, plan.accountant)
         lines.append(
-            f"sigma = {plan.noise_multiplier:.3g} is below 0.5: a client known to take part in a round is protected "
-            f"by epsilon = {alone:.3g} there; the rest of its protection is that nobody knows."
+            f"sigma = {plan.noise_multiplier:.3g} is below 0.5: a client known to take part in a round is "
+            f"protected by epsilon = {alone:.3g} there; the rest of its protection is that nobody knows."
         )
     if comparable(plan) and plan.delta * setting.clients >= 1 - 1e-9:
         lines.append(_delta_warning(setting, plan))

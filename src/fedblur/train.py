@@ -19,6 +19,7 @@ from torch import nn
 from fedblur.checkpoint import Checkpoint, load_newest, save_checkpoint, write_atomically
 from fedblur.config import Config, canonical, differences, from_dict, to_dict
 from fedblur.data.population import Federation
+from fedblur.engines import suitable_threads
 from fedblur.errors import DivergedError, PrivacyError, RunError
 from fedblur.evaluation import evaluate
 from fedblur.functional import load_vector
@@ -114,6 +115,13 @@ def default_folder(config: Config) -> Path:
 
 
 def _loop(
+    folder: RunFolder, setup: Setup, state: ServerState, resolved: dict[str, Any], rows: list[Row], watch: Watcher | None
+) -> Run:
+    with suitable_threads(state.theta.device, setup.protocol.layout.total):
+        return _rounds(folder, setup, state, resolved, rows, watch)
+
+
+def _rounds(
     folder: RunFolder, setup: Setup, state: ServerState, resolved: dict[str, Any], rows: list[Row], watch: Watcher | None
 ) -> Run:
     config, saved = setup.config, state.round

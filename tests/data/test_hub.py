@@ -1,9 +1,9 @@
-"""The hub's layout: small folders written here for the rules, the real data sets for the facts."""
+"""The hub's layout and the cache, on small folders that are written here."""
 
 from __future__ import annotations
 
-import builtins
 import io
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,10 @@ from numpy.typing import NDArray
 from fedblur.data import hub
 from fedblur.data.cache import cache_folder
 from fedblur.data.cifar10 import Cifar10
-from fedblur.data.emnist import Emnist
 from fedblur.data.federation import load_federation
 from fedblur.data.femnist import Femnist
 from fedblur.data.mnist import Mnist
 from fedblur.errors import ConfigError, DataError
-
-real_data = pytest.mark.xdist_group("real data")  # one worker unpacks and decodes, the others go on
 
 
 def png(pixels: NDArray[np.uint8]) -> dict[str, Any]:
@@ -295,64 +292,12 @@ def test_hub__the_library_stays_quiet_and_its_settings_come_back(
     assert (datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()) == (level, bars)
 
 
-@real_data
-def test_real__femnist_has_799_writers_of_20_images_or_more(hub_dir: Path) -> None:
-    raw = Femnist().load(hub_dir)
-    assert raw.owners is not None
-    sizes = torch.bincount(raw.owners)
-    assert len(sizes) == 799
-    assert sizes.min() >= 18  # 20 less the held-out tenth
-    assert (raw.train.x.shape[1:], raw.classes) == ((1, 28, 28), 62)
-    assert len(raw.train) + len(raw.test) == 117_250
-    assert 0.09 < len(raw.test) / 117_250 <= 0.1
-    assert float(raw.train.x.float().mean()) < 60  # background 0
-
-
-@real_data
-def test_real__femnist_federation_takes_a_hundred_writers(hub_dir: Path) -> None:
-    federation = load_federation("femnist", clients=100, data_dir=hub_dir)
-    assert (federation.train.clients, federation.validation_clients) == (100, 80)
-    with pytest.raises(ConfigError, match="799 natural clients here, 719 of them for training"):
-        load_federation("femnist", clients=3400, data_dir=hub_dir)
-
-
-@real_data
-def test_real__mnist_is_natural_by_writer(hub_dir: Path) -> None:
-    federation = load_federation("mnist", data_dir=hub_dir)
-    assert federation.train.clients + federation.validation_clients == 539
-    assert len(federation.test) == 10_000
-
-
-@real_data
-def test_real__emnist_has_3400_synthetic_users(hub_dir: Path) -> None:
-    federation = load_federation("emnist", data_dir=hub_dir)
-    assert (federation.train.clients, federation.train.classes) == (3400, 62)
-    assert federation.note.startswith("synthetic users, not writers; the test split only, 10%")
-    assert len(federation.test) == 11_632
-    assert Emnist().load(hub_dir).owners is None
-
-
-@real_data
-def test_real__cifar10_has_a_thousand_equal_users(hub_dir: Path) -> None:
-    federation = load_federation("cifar10", data_dir=hub_dir)
-    assert (federation.train.clients, federation.train.shape) == (1000, (3, 32, 32))
-    assert federation.train.fetch(torch.arange(1000)).sizes.unique().tolist() == [45]
-    exact = load_federation("cifar10", clients=1000, validation_share=0, data_dir=hub_dir)
-    assert exact.train.fetch(torch.arange(1000)).sizes.unique().tolist() == [50]
-
-
-def test_data__modules_import_without_the_optional_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`fedblur` without the extra lists its data sets; only loading images needs it."""
-    real_import = builtins.__import__
-
-    def refuse(name: str, *rest: Any, **more: Any) -> Any:
-        if name.split(".")[0] in ("datasets", "PIL", "huggingface_hub"):
-            raise ImportError(name)
-        return real_import(name, *rest, **more)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    for name in [module for module in sys.modules if module.startswith("fedblur.data.")]:
-        monkeypatch.delitem(sys.modules, name)
-    import fedblur.data.hub as fresh
-
-    assert fresh.local_folder("mnist", "L", None) is None
+def test_data__list_works_without_the_optional_libraries() -> None:
+    """Only loading images needs the extra."""
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['datasets', 'PIL', 'huggingface_hub']));"
+        "from fedblur.commands.data import app; app(['list'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "needs fetch" in done.stdout

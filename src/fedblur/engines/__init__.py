@@ -1,6 +1,6 @@
 """WHERE clients run. An engine maps `client_update` over a cohort and yields Bounded blocks; it decides nothing else."""
 
 from fedblur.engines.base import Engine
-from fedblur.engines.local import LocalEngine, choose_engine
+from fedblur.engines.local import LocalEngine, choose_engine, suitable_threads
 
-__all__ = ["Engine", "LocalEngine", "choose_engine"]
+__all__ = ["Engine", "LocalEngine", "choose_engine", "suitable_threads"]

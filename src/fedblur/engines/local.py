@@ -7,6 +7,7 @@ Which is faster depends on the model: dense models gain 20-fold from `vmap` on a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +20,7 @@ from fedblur.data.population import Population, Shard
 from fedblur.rng import Rng
 
 EngineName = Literal["auto", "vectorised", "sequential"]
+_SMALL = 50_000  # parameters
 _BLOCK_BYTES = 512 * 2**20  # weights, gradients and temporaries of a block
 
 
@@ -50,3 +52,17 @@ def choose_engine(
     vectorise = name == "vectorised" or (name == "auto" and (device.type != "cpu" or not convolutional))
     block = max(1, min(1024, _BLOCK_BYTES // (dimension * 4 * 8)))  # 8 copies: Δ, θ, gradients, scores, masks
     return LocalEngine(population.to(device), device, vectorise, block if vectorise else min(block, 16))
+
+
+@contextmanager
+def suitable_threads(device: torch.device, dimension: int) -> Iterator[None]:
+    """One intra-op thread for small models on a CPU.
+
+    Threads that wait for each other on tiny tensors collapse as soon as another process is busy: 10 times slower.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if device.type == "cpu" and dimension < _SMALL else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
