@@ -26,7 +26,12 @@ gaussians = st.builds(Gaussian, st.floats(0, 1e6))
 releases = st.one_of(
     gaussians,
     st.builds(PoissonSampled, st.floats(1e-9, 1), gaussians),
-    st.builds(lambda n, k, inner: FixedSizeSampled(n + k, k, inner), st.integers(0, 99), st.integers(1, 9), gaussians),
+    st.builds(
+        lambda n, k, inner: FixedSizeSampled(n + k, k, inner),
+        st.integers(0, 99),
+        st.integers(1, 9),
+        gaussians,
+    ),
 )
 events = st.recursive(
     releases,
@@ -68,7 +73,10 @@ def test_json__says_kind_and_every_field() -> None:
         ({"kind": "poisson_sampled", "rate": 0.1, "inner": 3}, "must be a table with a kind"),
         ({"kind": "poisson_sampled", "rate": 0.1, "inner": {"kind": "laplace"}}, "'laplace' is unknown"),
         ({"kind": "composed", "events": {"kind": "gaussian"}}, "events="),
-        ({"kind": "self_composed", "inner": {"kind": "gaussian", "noise_multiplier": 1}, "count": 2.0}, "must be int"),
+        (
+            {"kind": "self_composed", "inner": {"kind": "gaussian", "noise_multiplier": 1}, "count": 2.0},
+            "must be int",
+        ),
     ],
 )
 def test_invariant_4__unknown_event_is_refused_when_read(data: object, message: str) -> None:

@@ -59,7 +59,7 @@ def test_bad_value__names_it_and_the_way_out(tmp_path: Path, words: list[str], v
 
 
 def test_epsilon_that_cannot_be_reached__says_what_to_change(tmp_path: Path) -> None:
-    message = refuse("run", *QUICK, "--epsilon", "1e-9", "--out", str(tmp_path / "run"))
+    message = refuse("run", *QUICK, "--epsilon", "1e-9", "--delta", "1e-9", "--out", str(tmp_path / "run"))
     assert "epsilon=1e-09" in message
     assert not (tmp_path / "run").exists()
 
