@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from decimal import Decimal, localcontext
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -23,9 +24,7 @@ def poisson(sigma: float, rate: float = 0.04) -> PoissonSampled:
 # --- RDP against quadrature ---
 
 
-def renyi_by_quadrature(
-    p_log: Callable[[float], float], q_log: Callable[[float], float], order: float
-) -> float:
+def renyi_by_quadrature(p_log: Callable[[float], float], q_log: Callable[[float], float], order: float) -> float:
     """D_order(P ‖ Q) of two densities on the line, with the peak of the integrand factored out."""
 
     def exponent(x: float) -> float:
@@ -34,9 +33,7 @@ def renyi_by_quadrature(
     grid = np.linspace(-60, 60 + 2 * order, 4001)
     values = np.array([exponent(x) for x in grid])
     peak, top = float(grid[values.argmax()]), float(values.max())
-    area = integrate.quad(
-        lambda x: math.exp(exponent(x) - top), peak - 60, peak + 60, points=[peak], limit=400
-    )[0]
+    area = integrate.quad(lambda x: math.exp(exponent(x) - top), peak - 60, peak + 60, points=[peak], limit=400)[0]
     return (top + math.log(area)) / (order - 1)
 
 
@@ -58,9 +55,7 @@ def plain(sigma: float) -> Callable[[float], float]:
 
 
 @pytest.mark.parametrize("order", [1.5, 2.0, 3.7, 8.0, 20.0])
-@pytest.mark.parametrize(
-    ("rate", "sigma"), [(0.04, 2.382), (0.04, 0.979), (0.5, 1.5), (0.001, 1.0), (1.0, 2.0)]
-)
+@pytest.mark.parametrize(("rate", "sigma"), [(0.04, 2.382), (0.04, 0.979), (0.5, 1.5), (0.001, 1.0), (1.0, 2.0)])
 def test_rdp__poisson_matches_quadrature_in_both_directions(rate: float, sigma: float, order: float) -> None:
     ours = renyi(poisson(sigma, rate))[ORDERS.index(order)]
     removed = renyi_by_quadrature(mixture(rate, 1, sigma), plain(sigma), order)
@@ -74,7 +69,7 @@ def test_rdp__orders_reach_from_1_1_to_1024_and_are_fine() -> None:
     assert ORDERS[0] == 1.1
     assert ORDERS[-1] == 1024
     assert list(ORDERS) == sorted(set(ORDERS))
-    assert max(b / a for a, b in zip(ORDERS, ORDERS[1:])) <= 1.5
+    assert max(b / a for a, b in pairwise(ORDERS)) <= 1.5
 
 
 # --- fixed size: neighbours differ by 2S ---
@@ -100,24 +95,16 @@ def theorem_27(q: float, sigma: float, order: int) -> float:
 
 
 @pytest.mark.parametrize("order", [2, 3, 7, 20, 48])
-@pytest.mark.parametrize(
-    ("population", "cohort", "sigma"), [(3400, 136, 9.16), (3400, 136, 3.16), (100, 50, 20.0)]
-)
-def test_fixed_size__matches_a_second_implementation(
-    population: int, cohort: int, sigma: float, order: int
-) -> None:
+@pytest.mark.parametrize(("population", "cohort", "sigma"), [(3400, 136, 9.16), (3400, 136, 3.16), (100, 50, 20.0)])
+def test_fixed_size__matches_a_second_implementation(population: int, cohort: int, sigma: float, order: int) -> None:
     ours = renyi(FixedSizeSampled(population, cohort, Gaussian(sigma)))[ORDERS.index(order)]
     exact = theorem_27(cohort / population, sigma, order)
     assert exact * (1 - 1e-7) <= ours <= exact * (1 + 1e-4)
 
 
 @pytest.mark.parametrize("order", [2.0, 5.0, 12.0])
-@pytest.mark.parametrize(
-    ("population", "cohort", "sigma"), [(10, 10, 4.0), (10, 9, 4.0), (2, 1, 6.0), (25, 1, 9.0)]
-)
-def test_fixed_size__bounds_replacing_u_by_minus_u(
-    population: int, cohort: int, sigma: float, order: float
-) -> None:
+@pytest.mark.parametrize(("population", "cohort", "sigma"), [(10, 10, 4.0), (10, 9, 4.0), (2, 1, 6.0), (25, 1, 9.0)])
+def test_fixed_size__bounds_replacing_u_by_minus_u(population: int, cohort: int, sigma: float, order: float) -> None:
     """One client's update turns from +S to −S: what an attacker sees, by quadrature."""
     q = cohort / population
     seen = renyi_by_quadrature(mixture(q, 1, sigma), mixture(q, -1, sigma), order)
@@ -153,9 +140,7 @@ def gaussian_epsilon(sigma: float, delta: float) -> float:
     return float(optimize.brentq(lambda eps: gaussian_delta(sigma, eps) - delta, 0, 500, xtol=1e-12))
 
 
-@pytest.mark.parametrize(
-    ("sigma", "rounds"), [(1.0, 1), (50.7, 1000), (16.3, 1000), (200.0, 1000), (0.5, 3), (5.0, 1)]
-)
+@pytest.mark.parametrize(("sigma", "rounds"), [(1.0, 1), (50.7, 1000), (16.3, 1000), (200.0, 1000), (0.5, 3), (5.0, 1)])
 def test_pld__full_participation_is_exact(sigma: float, rounds: int) -> None:
     """T rounds of σ are one of σ/√T."""
     exact = gaussian_epsilon(sigma / math.sqrt(rounds), 1e-5)
@@ -173,7 +158,7 @@ def test_pld__one_sampled_round_matches_quadrature(rate: float, sigma: float, de
     def leak(eps: float, one: Callable[[float], float], other: Callable[[float], float]) -> float:
         positive = lambda x: max(math.exp(one(x)) - math.exp(eps + other(x)), 0.0)  # noqa: E731
         cuts = np.linspace(-12 * sigma, 12 * sigma + 1, 400)
-        return sum(integrate.quad(positive, a, b)[0] for a, b in zip(cuts, cuts[1:]))
+        return sum(integrate.quad(positive, a, b)[0] for a, b in pairwise(cuts))
 
     spent = epsilon(poisson(sigma, rate), 1, delta)
     worst = lambda eps: max(leak(eps, sampled, base), leak(eps, base, sampled))  # noqa: E731
@@ -185,6 +170,21 @@ def test_pld__one_sampled_round_matches_quadrature(rate: float, sigma: float, de
 def test_pld__is_tight_for_small_epsilons_too(sigma: float, expected: float) -> None:
     """Against an interval of 1e-5 or less; a fixed 1e-3 would give 0.1456 and 0.0203 for the last two."""
     assert expected * (1 - 1e-5) <= epsilon(poisson(sigma), 1000, 1 / 3400) <= expected * (1 + 5e-4)
+
+
+@pytest.mark.parametrize(
+    ("rate", "sigma", "rounds", "delta"),
+    [
+        (0.001, 30.0, 10**5, 1e-6),
+        (0.001, 100.0, 10**5, 1e-6),
+        (0.1, 1000.0, 1000, 1e-5),
+        (0.01, 300.0, 10**4, 1e-5),
+    ],
+)
+def test_pld__many_sampled_rounds_match_the_central_limit(rate: float, sigma: float, rounds: int, delta: float) -> None:
+    """Small losses add up to one Gaussian with 1/σ = p·√(T(e^(1/σ²) − 1)); skewness is below 4e-4 here."""
+    limit = gaussian_epsilon(1 / (rate * math.sqrt(rounds * math.expm1(sigma**-2))), delta)
+    assert limit * (1 - 1e-4) <= epsilon(poisson(sigma, rate), rounds, delta) <= limit * (1 + 1e-3)
 
 
 def test_pld__is_never_looser_than_rdp() -> None:

@@ -67,22 +67,22 @@ def test_calibration__published_noise_multipliers(
     """The σ that meets the target lies within 0.1 % and the printed precision of the published one."""
     for accountant, sigma in (("rdp", rdp), ("pld", pld)):
         room = 1e-3 * sigma + 5e-4
-        spent = [
-            epsilon(poisson(s, p), t, parse_delta(delta, n), accountant) for s in (sigma - room, sigma + room)
-        ]
+        spent = [epsilon(poisson(s, p), t, parse_delta(delta, n), accountant) for s in (sigma - room, sigma + room)]
         assert spent[0] > target >= spent[1]
 
 
 @pytest.mark.parametrize(
-    ("t", "target", "p", "sigma"),
+    ("t", "target", "p", "sigma", "ratio"),
     [
-        (100, 2, 0.01, 0.63), (100, 8, 0.2, 1.25), (300, 2, 0.1, 2.92), (300, 8, 0.1, 1.13), (1000, 2, 0.2, 10.2),
-        (1000, 8, 0.01, 0.54), (1000, 2, 1.0, 50.7), (1000, 8, 1.0, 16.3), (100, 2, 1.0, 16.0),
+        (100, 2, 0.01, 0.63, 0.53), (100, 8, 0.2, 1.25, 5.39), (100, 2, 1.0, 16.0, 2.10),
+        (300, 2, 0.1, 2.92, 2.00), (300, 8, 0.1, 1.13, 5.17), (1000, 2, 0.2, 10.2, 2.09),
+        (1000, 8, 0.01, 0.54, 1.99), (1000, 2, 1.0, 50.7, 2.10), (1000, 8, 1.0, 16.3, 6.55),
     ],
 )  # fmt: skip
-def test_calibration__published_cohorts_and_rounds(t: int, target: float, p: float, sigma: float) -> None:
+def test_calibration__published_cohorts_and_rounds(t: int, target: float, p: float, sigma: float, ratio: float) -> None:
     found = calibrate(at_rate(p), t, target, 1 / 3400)
     assert found == pytest.approx(sigma, abs=0.0055 if sigma < 10 else 0.055)
+    assert math.sqrt(t) * p * 3400 / (found * math.sqrt(1_018_174)) == pytest.approx(ratio, abs=0.006)
 
 
 def test_calibration__published_fixed_size_relative_to_twice_the_clip_norm() -> None:
@@ -99,9 +99,7 @@ def test_calibration__published_fixed_size_relative_to_twice_the_clip_norm() -> 
 def test_epsilon__falls_with_noise_rises_with_rounds_and_rate(accountant: Accountant) -> None:
     by_sigma = [epsilon(poisson(s), 300, 1e-4, accountant) for s in np.geomspace(0.5, 50, 20)]
     assert by_sigma == sorted(by_sigma, reverse=True)
-    by_rounds = [
-        epsilon(poisson(1.2), t, 1e-4, accountant) for t in (0, 1, 2, 3, 7, 50, 51, 52, 999, 1000, 1001)
-    ]
+    by_rounds = [epsilon(poisson(1.2), t, 1e-4, accountant) for t in (0, 1, 2, 3, 7, 50, 51, 52, 999, 1000, 1001)]
     assert by_rounds == sorted(by_rounds)
     by_rate = [epsilon(poisson(1.2, p), 100, 1e-4, accountant) for p in (0.001, 0.01, 0.1, 0.3, 0.9, 1.0)]
     assert by_rate == sorted(by_rate)
@@ -123,9 +121,7 @@ def test_epsilon__different_releases_add_up(accountant: Accountant) -> None:
     both = epsilon(Composed((Gaussian(2.0), Gaussian(3.0))), 1, 1e-5, accountant)
     assert both == pytest.approx(epsilon(Gaussian((1 / 4 + 1 / 9) ** -0.5), 1, 1e-5, accountant), rel=1e-3)
     mixed = epsilon(Composed((poisson(1.0), poisson(2.0, 0.1))), 50, 1e-5, accountant)
-    assert mixed > max(
-        epsilon(poisson(1.0), 50, 1e-5, accountant), epsilon(poisson(2.0, 0.1), 50, 1e-5, accountant)
-    )
+    assert mixed > max(epsilon(poisson(1.0), 50, 1e-5, accountant), epsilon(poisson(2.0, 0.1), 50, 1e-5, accountant))
 
 
 @pytest.mark.parametrize("accountant", BOTH)
@@ -248,11 +244,7 @@ def test_calibrate__out_of_reach_is_one_line_with_a_way_out(
 def test_rounds_within__is_the_last_that_fits(accountant: Accountant) -> None:
     event = poisson(2.178)
     allowed = rounds_within(event, 1.5, 1 / 3400, accountant, at_most=10**9)
-    assert (
-        epsilon(event, allowed, 1 / 3400, accountant)
-        <= 1.5
-        < epsilon(event, allowed + 1, 1 / 3400, accountant)
-    )
+    assert epsilon(event, allowed, 1 / 3400, accountant) <= 1.5 < epsilon(event, allowed + 1, 1 / 3400, accountant)
     assert rounds_within(event, 1.5, 1 / 3400, accountant, at_most=100) == 100
 
 
@@ -288,9 +280,7 @@ def test_parse_delta__numbers_and_powers_of_n(value: float | str, expected: floa
     assert parse_delta(value, 3400) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    "value", [0, 1, 1.5, -0.1, math.nan, "0", "2", "inf", "N", "N^1.1", "one", "", "1/N2", True]
-)
+@pytest.mark.parametrize("value", [0, 1, 1.5, -0.1, math.nan, "0", "2", "inf", "N", "N^1.1", "one", "", "1/N2", True])
 def test_parse_delta__anything_else_is_refused(value: float | str) -> None:
     with pytest.raises(ConfigError, match="delta="):
         parse_delta(value, 3400)

@@ -10,13 +10,18 @@ from fedblur.errors import RunError
 
 
 def checkpoint(round_: int) -> Checkpoint:
-    return Checkpoint(round_, {"theta": torch.full((5,), float(round_)), "server.m": torch.zeros(5)}, {"config": {"a": 1}})
+    return Checkpoint(
+        round_, {"theta": torch.full((5,), float(round_)), "server.m": torch.zeros(5)}, {"config": {"a": 1}}
+    )
 
 
 def test_checkpoint__round_trip_and_the_newest_two_are_kept(tmp_path: Path) -> None:
     for t in range(4):
         save_checkpoint(tmp_path, checkpoint(t))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["round-000002.safetensors", "round-000003.safetensors"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "round-000002.safetensors",
+        "round-000003.safetensors",
+    ]
     loaded, notes = load_newest(tmp_path)
     assert (loaded.round, notes, loaded.state) == (3, [], {"config": {"a": 1}})
     assert torch.equal(loaded.tensors["theta"], torch.full((5,), 3.0))

@@ -27,7 +27,14 @@ def deltas(job, population, ids, vectorise=True):
     return train_block(job, shard, work, vectorise)
 
 
-METHODS = [(), (Blur(0.4),), (Blur(math.inf),), (Lus(0.7),), (Blur(0.4), Lus(0.5, score_on="last")), (Prox(0.5), Lus(0.3, scope="global"))]
+METHODS = [
+    (),
+    (Blur(0.4),),
+    (Blur(math.inf),),
+    (Lus(0.7),),
+    (Blur(0.4), Lus(0.5, score_on="last")),
+    (Prox(0.5), Lus(0.3, scope="global")),
+]
 
 
 @pytest.mark.parametrize("methods", METHODS, ids=str)

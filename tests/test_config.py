@@ -8,7 +8,7 @@ import pytest
 
 from fedblur.config import Config, apply_overrides, canonical, config_hash, differences, from_dict, to_dict
 from fedblur.errors import ConfigError
-from fedblur.registry import register
+from fedblur.registry import parts, register
 
 
 def test_config__round_trip_through_json() -> None:
@@ -27,7 +27,13 @@ def test_config__round_trip_through_json() -> None:
 
 def test_config__hash_changes_with_every_setting() -> None:
     base = config_hash(Config())
-    for change in ({"epsilon": 3.0}, {"method": "blur"}, {"seed": 1}, {"local": {"steps": 11}}, {"data_seed": 1}):
+    for change in (
+        {"epsilon": 3.0},
+        {"method": "blur"},
+        {"seed": 1},
+        {"local": {"steps": 11}},
+        {"data_seed": 1},
+    ):
         assert config_hash(from_dict(change)) != base
 
 
@@ -36,7 +42,10 @@ def test_config__hash_changes_with_every_setting() -> None:
     [
         ({"sample_rat": 0.1}, "unknown key 'sample_rat': did you mean 'sample_rate'?"),
         ({"local": {"step": 1}}, "unknown key 'local.step': did you mean 'steps'?"),
-        ({"method": [{"name": "blur", "strenth": 1}]}, "unknown key 'method.blur.strenth': did you mean 'strength'?"),
+        (
+            {"method": [{"name": "blur", "strenth": 1}]},
+            "unknown key 'method.blur.strenth': did you mean 'strength'?",
+        ),
         ({"method": "blurr"}, "method 'blurr' is unknown: did you mean 'blur'?"),
         ({"model": "resnet"}, "model 'resnet' is unknown: did you mean 'resnet18'?"),
         ({"rounds": "many"}, "rounds='many': input should be a valid integer"),
@@ -63,7 +72,13 @@ def test_config__bad_values_are_one_line_that_names_them(table, message: str) ->
 def test_overrides__reach_into_parts() -> None:
     table = apply_overrides(
         {"method": "blur+lus", "model": "cnn"},
-        ["method.blur.strength=0.8", "method.lus.scope=global", "model.variant=a", "local.steps=3", "server.learning_rate=2"],
+        [
+            "method.blur.strength=0.8",
+            "method.lus.scope=global",
+            "model.variant=a",
+            "local.steps=3",
+            "server.learning_rate=2",
+        ],
     )
     config = from_dict(table)
     assert config.method[0].strength == 0.8
@@ -96,7 +111,6 @@ def test_register__a_part_must_be_a_dataclass_with_a_name_of_its_own() -> None:
     class Impostor:
         pass
 
+    assert "blur" in parts("method")
     with pytest.raises(ValueError, match="two parts want to be method 'blur'"):
-        from fedblur.methods import blur  # noqa: F401
-
         register("method", "blur")(Impostor)

@@ -93,7 +93,9 @@ def test_spec__mistakes_are_named(tmp_path: Path, text: str, message: str) -> No
 
 
 def test_axes__reach_into_parts(tmp_path: Path) -> None:
-    (tmp_path / "s.toml").write_text('[axes]\n"method.blur.strength" = [0.1, 0.8]\n[[rows]]\nlabel = "x"\nmethod = "blur"')
+    (tmp_path / "s.toml").write_text(
+        '[axes]\n"method.blur.strength" = [0.1, 0.8]\n[[rows]]\nlabel = "x"\nmethod = "blur"'
+    )
     assert [cell.config.method[0].strength for cell in read_spec(tmp_path / "s.toml").cells] == [0.1, 0.8]
 
 

@@ -179,8 +179,7 @@ BATCH_NORM = "running statistics are client data outside the clip"
         ),
         (
             nn.BatchNorm2d(4, track_running_stats=False),
-            "replace features.1 (BatchNorm2d) by nn.GroupNorm: "
-            "batch statistics would mix samples and padding",
+            "replace features.1 (BatchNorm2d) by nn.GroupNorm: batch statistics would mix samples and padding",
         ),
     ],
 )
@@ -240,9 +239,7 @@ def test_check_model__lazy_parameters() -> None:
 
 
 def test_check_model__output_that_does_not_fit_names_both_shapes() -> None:
-    with pytest.raises(
-        ModelError, match=r"2 samples has shape \(2, 3\), but classes=10: it must be \(2, 10\)"
-    ):
+    with pytest.raises(ModelError, match=r"2 samples has shape \(2, 3\), but classes=10: it must be \(2, 10\)"):
         check_model(small(), (6,), 10)
 
 

@@ -115,12 +115,12 @@ def test_sampler__no_clients_are_refused() -> None:
 
 
 def test_fixed__empty_cohort_is_refused() -> None:
-    with pytest.raises(ConfigError, match="rounds to a cohort of 0; set sample_rate to 0.01 or more"):
+    with pytest.raises(ConfigError, match=r"rounds to a cohort of 0; set sample_rate to 0\.01 or more"):
         Fixed().sampler(100, 0.004)
 
 
 def test_full__needs_rate_one() -> None:
-    with pytest.raises(ConfigError, match="sample_rate=0.5 must be 1"):
+    with pytest.raises(ConfigError, match=r"sample_rate=0\.5 must be 1"):
         Full().sampler(100, 0.5)
 
 

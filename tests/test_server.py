@@ -197,9 +197,7 @@ def one_round(state: ServerState, server: Server, averaging: Averaging | None, u
 
 @pytest.mark.parametrize("server", SERVERS, ids=repr)
 @pytest.mark.parametrize("averaging", AVERAGES, ids=repr)
-def test_step__inputs_are_unchanged_and_nothing_is_shared(
-    server: Server, averaging: Averaging | None
-) -> None:
+def test_step__inputs_are_unchanged_and_nothing_is_shared(server: Server, averaging: Averaging | None) -> None:
     theta = torch.tensor([10.0, 20.0])
     state = server.init(theta)
     state = state if averaging is None else averaging.init(state)
@@ -278,9 +276,7 @@ def test_registry__knows_servers_and_averages() -> None:
         ("averaging", {"name": "tail", "share": 0.0}, "averaging.share=0.0 must be in (0, 1]"),
     ],
 )
-def test_settings__out_of_range_is_one_line(
-    kind: registry.Kind, table: dict[str, object], message: str
-) -> None:
+def test_settings__out_of_range_is_one_line(kind: registry.Kind, table: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         registry.build(kind, table)
     assert message in str(caught.value)

@@ -28,7 +28,14 @@ def own_world(**changes):
 def test_train__writes_a_whole_run_folder(tmp_path: Path) -> None:
     run = fedblur.train(SHORT, out=tmp_path / "run")
     names = {p.name for p in run.path.iterdir()}
-    assert names == {"config.json", "rounds.jsonl", "ledger.sqlite", "checkpoints", "model.safetensors", "summary.json"}
+    assert names == {
+        "config.json",
+        "rounds.jsonl",
+        "ledger.sqlite",
+        "checkpoints",
+        "model.safetensors",
+        "summary.json",
+    }
     rows = [json.loads(line) for line in (run.path / "rounds.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row["round"] for row in rows if row["accuracy"] is not None] == [1, 2, 4, 6]
@@ -57,7 +64,17 @@ def test_invariant_9__a_seeded_run_says_that_it_is_not_private(tmp_path: Path) -
 
 def test_invariant_10__every_result_states_its_guarantee(tmp_path: Path) -> None:
     privacy = fedblur.train(SHORT, out=tmp_path / "run").summary["privacy"]
-    for key in ("epsilon", "delta", "accountant", "adjacency", "sampling", "trust_model", "tuning", "unit", "releases"):
+    for key in (
+        "epsilon",
+        "delta",
+        "accountant",
+        "adjacency",
+        "sampling",
+        "trust_model",
+        "tuning",
+        "unit",
+        "releases",
+    ):
         assert privacy[key] not in (None, ""), key
     assert privacy["adjacency"] == "add or remove one client"
     assert privacy["releases"] == 6
@@ -65,7 +82,14 @@ def test_invariant_10__every_result_states_its_guarantee(tmp_path: Path) -> None
 
 def test_resume__goes_on_bit_identically(tmp_path: Path) -> None:
     config = fedblur.Config(
-        rounds=7, seed=3, checkpoint_every=2, epsilon=4.0, model="mlp", method="blur+lus", averaging="ema", server="adam"
+        rounds=7,
+        seed=3,
+        checkpoint_every=2,
+        epsilon=4.0,
+        model="mlp",
+        method="blur+lus",
+        averaging="ema",
+        server="adam",
     )
     whole = fedblur.train(config, out=tmp_path / "whole")
 
@@ -148,7 +172,9 @@ def test_train__frozen_parameters_do_not_move_and_are_not_sent(tmp_path: Path) -
     assert run.summary["parameters"] == 6 * 3 + 3
 
 
-@pytest.mark.parametrize("sampling", [{"sampling": "fixed", "accountant": "rdp"}, {"sampling": "full", "sample_rate": 1.0}])
+@pytest.mark.parametrize(
+    "sampling", [{"sampling": "fixed", "accountant": "rdp"}, {"sampling": "full", "sample_rate": 1.0}]
+)
 def test_train__other_samplings_have_their_own_accounting(tmp_path: Path, sampling) -> None:
     config = fedblur.Config(rounds=3, seed=0, epsilon=4.0, **sampling)
     run = fedblur.train(config, out=tmp_path / "run")

@@ -28,7 +28,10 @@ def packed(sizes: list[int], shape: tuple[int, ...] = (1, 8, 8), classes: int = 
 
 
 def job_for(
-    module: nn.Module, methods: tuple[Method, ...] = (), clip_norm: float = 0.5, local: LocalTraining | None = None
+    module: nn.Module,
+    methods: tuple[Method, ...] = (),
+    clip_norm: float = 0.5,
+    local: LocalTraining | None = None,
 ) -> ClientJob:
     layout = Layout.of(module)
     local = local or LocalTraining(steps=6, batch_size=8, learning_rate=0.1)

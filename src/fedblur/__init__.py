@@ -1,9 +1,9 @@
 """FedBlur: federated learning with user-level differential privacy.
 
-    import fedblur
+import fedblur
 
-    run = fedblur.train(fedblur.Config(dataset="digits", method="blur+lus", epsilon=2.0))
-    print(run.accuracy, run.epsilon)
+run = fedblur.train(fedblur.Config(dataset="digits", method="blur+lus", epsilon=2.0))
+print(run.accuracy, run.epsilon)
 """
 
 from fedblur.config import Config, LocalTraining

@@ -30,9 +30,9 @@ _TOLERANCE = 1e-4  # of a calibrated noise multiplier, relative
 def epsilon(event: Event, count: int, delta: float, accountant: Accountant = "pld") -> float:
     """The epsilon of releasing `event` `count` times, at `delta`. Memoised.
 
-    Formal guarantees: an upper bound; never falls when `count` rises; the same for every nesting of a
-    composition. PLD exceeds the exact value by 0.05 % or less (exceptions: `accountants.py`).
-    `adjacency` says between which neighbours it holds.
+    Formal guarantees: an upper bound, up to dp_accounting's rounding; never falls when `count` rises; the
+    same for every nesting of a composition. PLD exceeds the exact value by 0.06 % or less for p >= 0.001
+    (`accountants.py`). `adjacency` says between which neighbours it holds.
 
         noise_multiplier = 0                 inf
         count = 0                            0
@@ -59,9 +59,7 @@ def adjacency(event: Event) -> Adjacency:
     """Which two populations the guarantee cannot tell apart. An unknown event is refused."""
     relations = {_relation(release) for release in flatten(event)}
     if len(relations) > 1:
-        raise PrivacyError(
-            "fixed-size and other cohorts protect different neighbours; account for them apart"
-        )
+        raise PrivacyError("fixed-size and other cohorts protect different neighbours; account for them apart")
     return relations.pop()
 
 
@@ -144,9 +142,7 @@ def rounds_within(
     if math.isinf(epsilon):
         return at_most
     fits = 0
-    while (
-        fits < at_most
-    ):  # in large strides: very many rounds are slow to compose, and few budgets allow them
+    while fits < at_most:  # in large strides: very many rounds are slow to compose, and few budgets allow them
         fails = min(8 * fits, at_most) if fits else 1
         if _checked(event, fails, delta, accountant) > epsilon:
             return _last_fit(lambda n: _checked(event, n, delta, accountant) <= epsilon, fits, fails)
@@ -219,9 +215,7 @@ def make_plan(
 ) -> PrivacyPlan:
     """The plan with this epsilon or this noise multiplier; the other one follows. Exactly one is given."""
     if (epsilon is None) == (noise_multiplier is None):
-        raise ConfigError(
-            f"epsilon={epsilon} and noise_multiplier={noise_multiplier}: give exactly one of them"
-        )
+        raise ConfigError(f"epsilon={epsilon} and noise_multiplier={noise_multiplier}: give exactly one of them")
     fixed = parse_delta(delta, sampler.clients)
     if noise_multiplier is None:
         assert epsilon is not None

@@ -50,7 +50,11 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     """Write a checkpoint, then drop those beyond the newest two."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()}
-    header = {"round": checkpoint.round, "state": checkpoint.state, "digest": _digest(tensors, checkpoint.state)}
+    header = {
+        "round": checkpoint.round,
+        "state": checkpoint.state,
+        "digest": _digest(tensors, checkpoint.state),
+    }
     path = folder / f"round-{checkpoint.round:06d}.safetensors"
     write_atomically(path, save(tensors, metadata={"fedblur": json.dumps(header)}))
     for old in _newest_first(folder)[KEEP:]:
@@ -60,7 +64,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 
 def load_newest(folder: Path) -> tuple[Checkpoint, list[str]]:
     """The newest checkpoint that is whole, and a note for each that is not."""
-    notes = []
+    notes: list[str] = []
     for path in _newest_first(folder):
         try:
             return _load(path), notes

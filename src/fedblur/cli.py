@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
@@ -20,7 +19,7 @@ STOPPED = 130
 class Guarded(TyperGroup):
     """Turns what a user can mend into one line on standard error; bugs still show their traceback."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except FedBlurError as error:
@@ -61,7 +60,8 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     show: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
     pass

@@ -71,7 +71,14 @@ def local_update(job: ClientJob, x: Tensor, y: Tensor, plan: Tensor, samples: Te
 
 
 def _local_step(
-    job: ClientJob, delta: Params, velocity: Params | None, x: Tensor, y: Tensor, index: Tensor, seed: Tensor, step: int
+    job: ClientJob,
+    delta: Params,
+    velocity: Params | None,
+    x: Tensor,
+    y: Tensor,
+    index: Tensor,
+    seed: Tensor,
+    step: int,
 ) -> tuple[Params, Params | None]:
     """Δ ← Δ − η·(g + the methods' terms); a step whose indices are all padding is the identity."""
     local = job.local
@@ -101,8 +108,10 @@ def _score_gradient(job: ClientJob, delta: Params, x: Tensor, y: Tensor, chunks:
     return {name: tensor / count for name, tensor in total.items()}
 
 
-def _sum_loss(theta: Params, forward: Forward, x: Tensor, y: Tensor, index: Tensor, seed: Tensor | None, step: int) -> Tensor:
-    """Cross-entropy summed over the samples of a batch. Padding is replaced by zeros: no other client's sample is read."""
+def _sum_loss(
+    theta: Params, forward: Forward, x: Tensor, y: Tensor, index: Tensor, seed: Tensor | None, step: int
+) -> Tensor:
+    """Cross-entropy summed over a batch. Padding is replaced by zeros: no other client's sample is read."""
     valid = index >= 0
     safe = index.clamp(min=0)
     inputs = as_input(x[safe])
@@ -113,7 +122,9 @@ def _sum_loss(theta: Params, forward: Forward, x: Tensor, y: Tensor, index: Tens
     return (losses * valid).sum()
 
 
-def _mean_loss(theta: Params, forward: Forward, x: Tensor, y: Tensor, index: Tensor, seed: Tensor | None, step: int) -> Tensor:
+def _mean_loss(
+    theta: Params, forward: Forward, x: Tensor, y: Tensor, index: Tensor, seed: Tensor | None, step: int
+) -> Tensor:
     return _sum_loss(theta, forward, x, y, index, seed, step) / (index >= 0).sum().clamp(min=1)
 
 

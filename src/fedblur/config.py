@@ -113,9 +113,19 @@ def _check_run(config: Config) -> None:
     if config.evaluate == "validation" and config.validation_share == 0:
         raise ConfigError("evaluate='validation' needs validation_share above 0, for instance 0.1")
     demand(config.rounds >= 1, "rounds", config.rounds, "must be at least 1")
-    demand(config.eval_every is None or config.eval_every >= 1, "eval_every", config.eval_every, "must be at least 1")
+    demand(
+        config.eval_every is None or config.eval_every >= 1,
+        "eval_every",
+        config.eval_every,
+        "must be at least 1",
+    )
     demand(config.checkpoint_every >= 1, "checkpoint_every", config.checkpoint_every, "must be at least 1")
-    demand(config.seed is None or config.seed >= 0, "seed", config.seed, "must be 0 or more (leave it out for privacy)")
+    demand(
+        config.seed is None or config.seed >= 0,
+        "seed",
+        config.seed,
+        "must be 0 or more (leave it out for privacy)",
+    )
 
 
 def from_dict(table: Mapping[str, Any]) -> Config:

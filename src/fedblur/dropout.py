@@ -34,7 +34,11 @@ class SeededDropout(TorchFunctionMode):
         self.calls = 0
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func in _ELEMENTWISE:
             return self._drop(False, *args, **(kwargs or {}))

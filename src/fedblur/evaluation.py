@@ -18,7 +18,7 @@ def evaluate(forward: Forward, theta: Params, samples: Samples) -> tuple[float, 
     device = next(iter(theta.values())).device
     correct = torch.zeros((), dtype=torch.int64, device=device)
     loss = torch.zeros((), dtype=torch.float64, device=device)
-    for x, y in zip(samples.x.split(_CHUNK), samples.y.split(_CHUNK), strict=True):
+    for x, y in zip(torch.split(samples.x, _CHUNK), torch.split(samples.y, _CHUNK), strict=True):
         y = y.to(device)
         with SeededDropout(None):
             logits = forward(theta, as_input(x.to(device)))

@@ -118,9 +118,7 @@ def flatten(event: Event, count: int = 1) -> dict[Event, int]:
 def to_json(event: Event) -> dict[str, Any]:
     """Plain values for the ledger; `from_json` is the inverse."""
     if _KINDS.get(getattr(event, "kind", "")) is not type(event):
-        raise PrivacyError(
-            f"{type(event).__name__} is not a kind of event that a ledger can hold; add @event_kind"
-        )
+        raise PrivacyError(f"{type(event).__name__} is not a kind of event that a ledger can hold; add @event_kind")
     fields = dataclasses.fields(event)  # type: ignore[arg-type]  # every registered kind is a dataclass
     return {"kind": event.kind} | {field.name: _plain(getattr(event, field.name)) for field in fields}
 
@@ -153,9 +151,7 @@ def _values(kind: str, table: Mapping[str, Any]) -> dict[str, Any]:
         raise PrivacyError(f"event {kind!r} has an unknown field {unknown!r}: {nearest(unknown, known)}")
     missing = next((name for name in known if name not in table), None)
     if missing is not None:
-        raise PrivacyError(
-            f"event {kind!r} lacks the field {missing!r}; its epsilon cannot be known without it"
-        )
+        raise PrivacyError(f"event {kind!r} lacks the field {missing!r}; its epsilon cannot be known without it")
     return {name: _read(f"{kind}.{name}", hints[name], table[name]) for name in known}
 
 

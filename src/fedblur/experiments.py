@@ -1,9 +1,9 @@
 """A table of a paper = base + axes + rows, expanded by code (DESIGN §7). Results are kept by the hash of the cell.
 
-    [base]                     # the shared configuration
-    [axes]                     # cartesian; `seed` is averaged over, the others make the rows of the printed table
-    [[rows]]                   # what is compared: a label and what differs from the base
-    [expected]                 # a paper's figures, "LABEL | axis=value" = accuracy in percent, printed beside ours
+[base]                     # the shared configuration
+[axes]                     # cartesian; `seed` is averaged over, the others make the rows of the printed table
+[[rows]]                   # what is compared: a label and what differs from the base
+[expected]                 # a paper's figures, "LABEL | axis=value" = accuracy in percent, printed beside ours
 """
 
 from __future__ import annotations
@@ -62,11 +62,15 @@ def read_spec(path: Path) -> Spec:
     if unknown is not None:
         raise ConfigError(f"{path}: unknown section {unknown!r}: {nearest(unknown, _SECTIONS)}")
     rows = table.get("rows") or [{"label": "run"}]
-    cells = tuple(itertools.chain.from_iterable(_expand(table.get("base", {}), table.get("axes", {}), row) for row in rows))
+    cells = tuple(
+        itertools.chain.from_iterable(_expand(table.get("base", {}), table.get("axes", {}), row) for row in rows)
+    )
     expected = table.get("expected", {})
     stray = next((key for key in expected if key not in {cell.group for cell in cells}), None)
     if stray is not None:
-        raise ConfigError(f"{path}: expected {stray!r} is no row of the table: {nearest(stray, (c.group for c in cells))}")
+        raise ConfigError(
+            f"{path}: expected {stray!r} is no row of the table: {nearest(stray, (c.group for c in cells))}"
+        )
     return Spec(table.get("title", path.stem), table.get("note", ""), cells, expected)
 
 
@@ -77,8 +81,8 @@ def _expand(base: Mapping[str, Any], axes: Mapping[str, list[Any]], row: Mapping
         if not isinstance(values, list) or not values:
             raise ConfigError(f"axes.{name}={values!r} must be a list of at least one value")
     merged = {**base, **{key: value for key, value in row.items() if key != "label"}}
-    for values in itertools.product(*axes.values()):
-        chosen = dict(zip(axes, values, strict=True))
+    for point in itertools.product(*axes.values()):
+        chosen = dict(zip(axes, point, strict=True))
         table = apply_overrides(merged, [])
         for name, value in chosen.items():  # dotted axes reach into parts: "method.blur.strength" = [0, 0.4]
             table = apply_overrides(table, [f"{name}={json.dumps(value)}"]) if "." in name else table | {name: value}
@@ -107,7 +111,11 @@ def run_table(
 
 def _run_cell(cell: Cell, folder: Path, machine: Machine, watch: Watcher | None) -> dict[str, Any]:
     started = RunFolder(folder).checkpoints.exists()
-    run = resume(folder, machine=machine, watch=watch) if started else train(cell.config, out=folder, machine=machine, watch=watch)
+    run = (
+        resume(folder, machine=machine, watch=watch)
+        if started
+        else train(cell.config, out=folder, machine=machine, watch=watch)
+    )
     return run.summary
 
 

@@ -125,36 +125,25 @@ def _refuse_shared_statistics(module: nn.Module) -> None:
         label = f"{name or 'the model'} ({type(layer).__name__})"
         buffer = next((key for key, _ in layer.named_buffers(recurse=False)), None)
         if isinstance(layer, _NormBase) and buffer is not None:
-            raise ModelError(
-                f"replace {label} by nn.GroupNorm: running statistics are client data outside the clip"
-            )
+            raise ModelError(f"replace {label} by nn.GroupNorm: running statistics are client data outside the clip")
         if isinstance(layer, _BatchNorm):
-            raise ModelError(
-                f"replace {label} by nn.GroupNorm: batch statistics would mix samples and padding"
-            )
+            raise ModelError(f"replace {label} by nn.GroupNorm: batch statistics would mix samples and padding")
         if buffer is not None:
             raise ModelError(
-                f"{label} has a buffer {buffer!r}, which would be outside the clip: "
-                "make it a constant or a parameter"
+                f"{label} has a buffer {buffer!r}, which would be outside the clip: make it a constant or a parameter"
             )
 
 
 def _check_parameters(module: nn.Module) -> None:
     lazy = next((name for name, tensor in module.named_parameters() if is_lazy(tensor)), None)
     if lazy is not None:
-        raise ModelError(
-            f"parameter {lazy} has no shape yet (lazy module): run one batch through the model first"
-        )
+        raise ModelError(f"parameter {lazy} has no shape yet (lazy module): run one batch through the model first")
     trainable = _trainable(module)
     if not trainable:
-        raise ModelError(
-            "the model has no trainable parameters: set requires_grad=True on what should be trained"
-        )
+        raise ModelError("the model has no trainable parameters: set requires_grad=True on what should be trained")
     for name, tensor in trainable.items():
         if tensor.dtype != torch.float32:
-            raise ModelError(
-                f"parameter {name} is {tensor.dtype}, but sums and noise need float32: call model.float()"
-            )
+            raise ModelError(f"parameter {name} is {tensor.dtype}, but sums and noise need float32: call model.float()")
     for name, tensor in module.named_parameters():
         if not bool(torch.isfinite(tensor).all()):
             raise ModelError(f"parameter {name} has NaN or infinite values: initialise it anew")

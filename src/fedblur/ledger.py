@@ -73,7 +73,9 @@ class Ledger:
             foreign = db.execute("SELECT event FROM spends WHERE event <> ? LIMIT 1", (text,)).fetchone()
             spent = db.execute("SELECT COUNT(*) FROM spends").fetchone()[0]
         if foreign is not None:
-            raise PrivacyError(f"{self.path} holds a spend of another kind ({foreign[0]}); a run releases only one kind")
+            raise PrivacyError(
+                f"{self.path} holds a spend of another kind ({foreign[0]}); a run releases only one kind"
+            )
         if spent >= self._allowed(event) and not (replay and done):
             raise PrivacyError(
                 f"the budget is spent: {spent} releases in {self.path} leave no room for round {round_} within "

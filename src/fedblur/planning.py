@@ -62,9 +62,7 @@ class Outlook:
     def noise_norm(self) -> float:
         """Expected l2 norm of the noise in one round's mean; no signal can be longer than the clip norm."""
         plan, setting = self.tightest, self.setting
-        return (
-            plan.noise_multiplier * setting.clip_norm * math.sqrt(setting.parameters) / plan.expected_cohort
-        )
+        return plan.noise_multiplier * setting.clip_norm * math.sqrt(setting.parameters) / plan.expected_cohort
 
     def signal_to_noise(self, accountant: Accountant) -> float:
         return signal_to_noise(self.plans[accountant], self.setting.parameters)
@@ -88,9 +86,7 @@ class Outlook:
             "cohort_spread": plan.sampler.cohort_spread,
             "noise_std": plan.noise_multiplier * setting.clip_norm,
             "noise_norm": self.noise_norm,
-            "signal_to_noise": {
-                name: p and signal_to_noise(p, setting.parameters) for name, p in known.items()
-            },
+            "signal_to_noise": {name: p and signal_to_noise(p, setting.parameters) for name, p in known.items()},
             "advice": list(self.advice),
         }
 
@@ -183,17 +179,13 @@ def _effect(name: str, idea: Setting, now: float, accountant: Accountant) -> str
     except PrivacyError:  # for instance a delta so large for the new setting that no noise is needed
         return None
     ratio = signal_to_noise(plan, idea.parameters)
-    return (
-        f"With {name}: R = {ratio:.2f} ({100 * (ratio / now - 1):+.0f} %, sigma {plan.noise_multiplier:.3g})."
-    )
+    return f"With {name}: R = {ratio:.2f} ({100 * (ratio / now - 1):+.0f} %, sigma {plan.noise_multiplier:.3g})."
 
 
 def _warnings(setting: Setting, plan: PrivacyPlan) -> list[str]:
     lines = []
     if plan.expected_cohort < 1:
-        lines.append(
-            f"p·N = {plan.expected_cohort:.2g} is below 1: most rounds have no client and add only noise."
-        )
+        lines.append(f"p·N = {plan.expected_cohort:.2g} is below 1: most rounds have no client and add only noise.")
     if 0 < plan.noise_multiplier < 0.5:
         alone = epsilon(plan.release, 1, plan.delta, plan.accountant)
         lines.append(

@@ -148,7 +148,9 @@ def convert_part(kind: Kind, value: Any, many: bool = False) -> Any:
 @functools.cache
 def _adapter(hint: Any) -> TypeAdapter[Any]:
     """Checks one value against its type hint; dataclasses and other types that we cannot check pass as they are."""
-    return TypeAdapter(hint, config=None if dataclasses.is_dataclass(hint) else ConfigDict(arbitrary_types_allowed=True))
+    return TypeAdapter(
+        hint, config=None if dataclasses.is_dataclass(hint) else ConfigDict(arbitrary_types_allowed=True)
+    )
 
 
 def part(kind: Kind, default: Any = None, many: bool = False) -> Any:

@@ -177,9 +177,7 @@ class Full:
     def sampler(self, clients: int, rate: float) -> Sampler:
         _check(clients, rate)
         if rate != 1:
-            raise ConfigError(
-                f'sample_rate={rate:g} must be 1 with sampling = "full"; or use sampling = "poisson"'
-            )
+            raise ConfigError(f'sample_rate={rate:g} must be 1 with sampling = "full"; or use sampling = "poisson"')
         return FullSampler(clients)
 
 

@@ -1,4 +1,4 @@
-"""How a configuration becomes a protocol: data, model, plan, engine, ledger. Everything is checked before it is spent."""
+"""How a configuration becomes a protocol: data, model, plan, engine, ledger. All is checked before it is spent."""
 
 from __future__ import annotations
 

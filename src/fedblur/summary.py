@@ -27,7 +27,9 @@ def summarise(
     measured = [row["accuracy"] for row in rows if row["accuracy"] is not None]
     clipped = [share for row in rows if (share := row["local_only"]["clipped_share"]) is not None]
     return {
-        "status": "complete" if state.round == config.rounds else f"stopped after {state.round} of {config.rounds} rounds",
+        "status": "complete"
+        if state.round == config.rounds
+        else f"stopped after {state.round} of {config.rounds} rounds",
         "rounds": state.round,
         "accuracy": accuracy,
         "loss": loss,
@@ -40,7 +42,11 @@ def summarise(
         "privacy": privacy_statement(setup),
         "local_only": {"clipped_share": sum(clipped) / len(clipped) if clipped else None},
         "seconds": round(sum(row["seconds"] for row in rows), 2),
-        "versions": {"fedblur": version("fedblur"), "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {
+            "fedblur": version("fedblur"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
     }
 
 

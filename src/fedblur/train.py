@@ -74,7 +74,7 @@ def train(
     state = setup.protocol.server.init(setup.initial)
     if config.averaging is not None:
         state = config.averaging.init(state)
-    _save(folder, setup, state, resolved)
+    _save(folder, state, resolved)
     return _loop(folder, setup, state, resolved, [], watch)
 
 
@@ -93,7 +93,9 @@ def resume(
     checkpoint, notes = load_newest(folder.checkpoints)
     changed = differences(checkpoint.state["config"], resolved)
     if changed:
-        raise RunError(f"the configuration of {path} was changed ({'; '.join(changed)}); put it back or start a new run")
+        raise RunError(
+            f"the configuration of {path} was changed ({'; '.join(changed)}); put it back or start a new run"
+        )
     _demand_own_parts(resolved, federation, module)
     for note in notes:
         tell(note)
@@ -102,7 +104,9 @@ def resume(
     device = setup.initial.device
     tensors = {name: tensor.to(device) for name, tensor in checkpoint.tensors.items()}
     if tensors["theta"].shape != setup.initial.shape:
-        raise RunError(f"the checkpoint of {path} has {tensors['theta'].numel()} parameters, the model {setup.initial.numel()}")
+        raise RunError(
+            f"the checkpoint of {path} has {tensors['theta'].numel()} parameters, the model {setup.initial.numel()}"
+        )
     state = ServerState.from_tensors(tensors, checkpoint.round)
     return _loop(folder, setup, state, resolved, folder.truncate_rounds(checkpoint.round), watch)
 
@@ -115,34 +119,31 @@ def default_folder(config: Config) -> Path:
 
 
 def _loop(
-    folder: RunFolder, setup: Setup, state: ServerState, resolved: dict[str, Any], rows: list[Row], watch: Watcher | None
-) -> Run:
-    with suitable_threads(state.theta.device, setup.protocol.layout.total):
-        return _rounds(folder, setup, state, resolved, rows, watch)
-
-
-def _rounds(
-    folder: RunFolder, setup: Setup, state: ServerState, resolved: dict[str, Any], rows: list[Row], watch: Watcher | None
+    folder: RunFolder,
+    setup: Setup,
+    state: ServerState,
+    resolved: dict[str, Any],
+    rows: list[Row],
+    watch: Watcher | None,
 ) -> Run:
     config, saved = setup.config, state.round
     try:
-        while state.round < config.rounds:
-            began = time.perf_counter()
-            rng = setup.rng.child("round", state.round + 1)
-            result = run_round(setup.protocol, state, rng)
-            state = result.state
-            row = _row(setup, state, result.local_only, began)
-            rows.append(row)
-            folder.append_round(row)
-            if state.round % config.checkpoint_every == 0 or state.round == config.rounds:
-                _save(folder, setup, state, resolved)
-                saved = state.round
-            if watch is not None:
-                watch(row)
-            _demand_finite(row, config)
+        with suitable_threads(state.theta.device, setup.protocol.layout.total):
+            while state.round < config.rounds:
+                began = time.perf_counter()
+                result = run_round(setup.protocol, state, setup.rng.child("round", state.round + 1))
+                state = result.state
+                rows.append(_row(setup, state, result.local_only, began))
+                folder.append_round(rows[-1])
+                if state.round % config.checkpoint_every == 0 or state.round == config.rounds:
+                    _save(folder, state, resolved)
+                    saved = state.round
+                if watch is not None:
+                    watch(rows[-1])
+                _demand_finite(rows[-1], config)
     except (PrivacyError, DivergedError, KeyboardInterrupt):  # keep what has been paid for
         if state.round > saved:
-            _save(folder, setup, state, resolved)
+            _save(folder, state, resolved)
         _finish(folder, setup, state, rows)
         raise
     return _finish(folder, setup, state, rows)
@@ -185,7 +186,7 @@ def _finish(folder: RunFolder, setup: Setup, state: ServerState, rows: list[Row]
     return Run(folder.path, summary, setup.module.eval(), rows)
 
 
-def _save(folder: RunFolder, setup: Setup, state: ServerState, resolved: dict[str, Any]) -> None:
+def _save(folder: RunFolder, state: ServerState, resolved: dict[str, Any]) -> None:
     save_checkpoint(folder.checkpoints, Checkpoint(state.round, state.tensors(), {"config": resolved}))
 
 

@@ -98,13 +98,13 @@ def test_plan__bad_input_is_one_line(arguments: list[str], message: str) -> None
 def test_plan__plot_is_written(tmp_path: Path, sampling: str) -> None:
     rate = "1" if sampling == "full" else "0.2"
     setting = ["--clients", "50", "--sample-rate", rate, "--rounds", "20", "--sampling", sampling]
-    call(*setting, "--epsilon", "4", "--plot", str(tmp_path / "plan.png"))
+    call(*setting, "--epsilon", "0.5", "--plot", str(tmp_path / "plan.png"))
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_plan__plot_refuses_what_it_cannot_draw(tmp_path: Path) -> None:
     small = ["--clients", "50", "--sample-rate", "1", "--rounds", "2", "--sampling", "full"]
-    with pytest.raises(ConfigError, match="must end in .png"):
+    with pytest.raises(ConfigError, match="must end in"):
         call(*small, "--epsilon", "4", "--plot", str(tmp_path / "plan.xyz"))
     with pytest.raises(ConfigError, match="epsilon=inf leaves nothing to plot"):
         call(*small, "--epsilon", "inf", "--plot", str(tmp_path / "plan.png"))

@@ -1,4 +1,4 @@
-"""Contracts of every method that is registered: vmap equals loop, norm ≤ S, finite, pure, nothing read across clients."""
+"""Contracts of every method that is registered: vmap equals loop, norm ≤ S, finite, nothing read across clients."""
 
 import math
 

@@ -31,9 +31,7 @@ class People(Dataset):
     def load(self, data_dir: Path | None) -> Raw:
         x, y = torch.arange(120.0)[:, None], torch.arange(120) % 4
         owners = torch.arange(120) // 3 if self.with_writers else None
-        return Raw(
-            Samples(x, y), Samples(x[:5], y[:5]), owners, classes=4, note="a note", made_up_note="made up"
-        )
+        return Raw(Samples(x, y), Samples(x[:5], y[:5]), owners, classes=4, note="a note", made_up_note="made up")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -98,9 +96,7 @@ def test_federation__a_client_keeps_its_own_samples() -> None:
 
 
 def test_federation__too_many_natural_clients_is_refused_with_the_number() -> None:
-    with pytest.raises(
-        ConfigError, match=r"clients=37 but .* 40 natural clients here, 36 of them for training"
-    ):
+    with pytest.raises(ConfigError, match=r"clients=37 but .* 40 natural clients here, 36 of them for training"):
         load_federation(People(), clients=37)
 
 

@@ -39,9 +39,7 @@ def write_split(folder: Path, split: str, columns: dict[str, Any]) -> None:
     for name, values in columns.items():
         images = name in ("image", "img")
         table[name] = [png(value) for value in values] if images else list(values)
-        kinds[name] = (
-            datasets.Image() if images else datasets.Value("string" if name == "writer_id" else "int64")
-        )
+        kinds[name] = datasets.Image() if images else datasets.Value("string" if name == "writer_id" else "int64")
     with hub._quiet(datasets):
         rows = datasets.Dataset.from_dict(table, features=datasets.Features(kinds))
         rows.to_parquet(str(folder / f"{split}-00000-of-00001.parquet"))
@@ -135,9 +133,7 @@ def test_femnist__bad_settings_and_data_are_one_line(tmp_path: Path) -> None:
 def test_hub__folders_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
     for split in ("train", "test"):
         write_split(tmp_path / "a" / "mnist", split, {"image": grey(3), "digit": range(3)})
-    with pytest.raises(
-        DataError, match=r"found columns \['image', 'digit'\], but none is label or character"
-    ):
+    with pytest.raises(DataError, match=r"found columns \['image', 'digit'\], but none is label or character"):
         Mnist().load(tmp_path / "a")
     write_split(tmp_path / "b" / "mnist", "validation", {"image": grey(3), "label": range(3)})
     with pytest.raises(DataError, match=r"found splits \['validation'\]"):
@@ -181,9 +177,7 @@ def test_cache__a_changed_source_is_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"rubbish", b"\x08\x00\x00\x00\x00\x00\x00\x00{}      "])
-def test_cache__an_unreadable_file_is_rebuilt(
-    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache__an_unreadable_file_is_rebuilt(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDBLUR_CACHE", str(tmp_path / "cache"))
     folder = small_mnist(tmp_path, writers=False)
     Mnist().load(folder)
@@ -229,9 +223,7 @@ def test_data_dir__that_is_no_folder_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dataset", [Femnist(), Cifar10(), Mnist()], ids=lambda d: d.part_name)
-def test_hub__missing_data_say_how_to_get_them(
-    dataset: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub__missing_data_say_how_to_get_them(dataset: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     def away(*_: Any, **__: Any) -> None:
@@ -253,9 +245,7 @@ def test_hub__offline_by_wish_is_one_line_too(tmp_path: Path) -> None:
         Mnist().load(tmp_path)
 
 
-def test_hub__fetched_data_are_packed_under_the_hubs_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub__fetched_data_are_packed_under_the_hubs_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for the network: the library is asked for the hub's name and given a folder."""
     import datasets
 

@@ -57,9 +57,7 @@ def test_dirichlet__clients_are_equal(clients: int, each: int, alpha: float, see
 
 
 @given(st.integers(1, 30), st.integers(1, 6), ALPHAS, st.integers(0, 3))
-def test_dirichlet_classwise__every_client_has_the_minimum(
-    clients: int, least: int, alpha: float, seed: int
-) -> None:
+def test_dirichlet_classwise__every_client_has_the_minimum(clients: int, least: int, alpha: float, seed: int) -> None:
     labels = np.arange(clients * least + seed) % 5
     owners = cut(DirichletClasswise(alpha, min_samples=least), labels, clients, seed)
     sizes = torch.bincount(owners, minlength=clients)

@@ -53,9 +53,7 @@ def test_synthetic__a_client_is_the_same_in_every_cohort() -> None:
 
 
 def test_synthetic__seeds_give_other_clients() -> None:
-    first, second = (
-        load_federation("synthetic", seed=seed).train.fetch(torch.tensor([0])) for seed in (0, 1)
-    )
+    first, second = (load_federation("synthetic", seed=seed).train.fetch(torch.tensor([0])) for seed in (0, 1))
     assert not torch.equal(first.x[:10], second.x[:10])
 
 

@@ -128,7 +128,18 @@ def test_model_with_batch_norm__names_the_layer_and_what_to_use(tmp_path: Path) 
 
 @pytest.fixture
 def finished(tmp_path: Path) -> Path:
-    result = invoke("run", "--rounds", "6", "--quiet", "--seed", "1", "--set", "checkpoint_every=2", "--out", str(tmp_path / "run"))
+    result = invoke(
+        "run",
+        "--rounds",
+        "6",
+        "--quiet",
+        "--seed",
+        "1",
+        "--set",
+        "checkpoint_every=2",
+        "--out",
+        str(tmp_path / "run"),
+    )
     assert result.exit_code == 0, result.output
     return tmp_path / "run"
 
@@ -198,7 +209,18 @@ def test_full_disk__keeps_the_last_checkpoint(tmp_path: Path, monkeypatch: pytes
 
     with monkeypatch.context() as patch:
         patch.setattr("fedblur.checkpoint.os.fsync", fills_up)
-        message = refuse("run", "--rounds", "8", "--quiet", "--seed", "1", "--set", "checkpoint_every=1", "--out", str(tmp_path / "run"))
+        message = refuse(
+            "run",
+            "--rounds",
+            "8",
+            "--quiet",
+            "--seed",
+            "1",
+            "--set",
+            "checkpoint_every=1",
+            "--out",
+            str(tmp_path / "run"),
+        )
     assert "No space left on device" in message
     assert "free space" in message
     assert invoke("resume", str(tmp_path / "run"), "--quiet").exit_code == 0  # space is back: it goes on

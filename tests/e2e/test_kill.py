@@ -14,7 +14,8 @@ import pytest
 KILLS = 20
 FLAGS = [
     "--seed", "5", "--rounds", "400", "--sample-rate", "0.2", "--method", "blur+lus",
-    "--set", "checkpoint_every=3", "--set", "eval_every=50", "--set", "averaging=ema", "--set", "server=momentum", "--quiet",
+    "--set", "checkpoint_every=3", "--set", "eval_every=50", "--set", "averaging=ema",
+    "--set", "server=momentum", "--quiet",
 ]  # fmt: skip
 
 

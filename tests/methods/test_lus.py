@@ -29,7 +29,9 @@ def test_lus__works_under_vmap() -> None:
     assert torch.equal(together, torch.stack([keep_largest(row, 10) for row in scores]))
 
 
-@pytest.mark.parametrize(("size", "sparsity", "kept"), [(10, 0.7, 3), (1, 0.9, 1), (3, 0.5, 2), (10, 0.0, 10), (7, 0.99, 1)])
+@pytest.mark.parametrize(
+    ("size", "sparsity", "kept"), [(10, 0.7, 3), (1, 0.9, 1), (3, 0.5, 2), (10, 0.0, 10), (7, 0.99, 1)]
+)
 def test_lus__kept_count(size: int, sparsity: float, kept: int) -> None:
     assert kept_count(size, sparsity) == kept
 

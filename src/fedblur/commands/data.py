@@ -23,12 +23,8 @@ from fedblur.report.data_plot import check_suffix, draw_federation
 
 app = typer.Typer(help="List, fetch and look at data sets.", no_args_is_help=True)
 
-Name = Annotated[
-    str, typer.Argument(help="digits, synthetic, femnist, emnist, cifar10, mnist.", show_default=False)
-]
-DataDir = Annotated[
-    Path | None, typer.Option(help="Folder with data sets in the hub's layout.", envvar="FEDBLUR_DATA")
-]
+Name = Annotated[str, typer.Argument(help="digits, synthetic, femnist, emnist, cifar10, mnist.", show_default=False)]
+DataDir = Annotated[Path | None, typer.Option(help="Folder with data sets in the hub's layout.", envvar="FEDBLUR_DATA")]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="dataset.min_samples=50, partition.alpha=0.1, ..."),
@@ -87,9 +83,7 @@ def show(
     name: Name,
     data_dir: DataDir = None,
     clients: Annotated[int | None, typer.Option(help="N, training clients.")] = None,
-    partition: Annotated[
-        str | None, typer.Option(help="natural, iid, dirichlet, dirichlet_classwise, shards.")
-    ] = None,
+    partition: Annotated[str | None, typer.Option(help="natural, iid, dirichlet, dirichlet_classwise, shards.")] = None,
     set_: Set = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw sizes and labels: .png, .svg or .pdf.")] = None,

@@ -28,24 +28,16 @@ def plan(
     parameters: Annotated[
         int | None, typer.Option(help=f"d, the model's size [default: {PAPER_CNN}, the paper's CNN].")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="A model by name instead, with --shape and --classes.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="A model by name instead, with --shape and --classes.")] = None,
     shape: Annotated[str | None, typer.Option(help="Of one sample, for --model: 1,28,28.")] = None,
     classes: Annotated[int | None, typer.Option(help="For --model.")] = None,
-    clip_norm: Annotated[
-        float, typer.Option(help="S; it scales the noise, not the signal-to-noise ratio.")
-    ] = 0.1,
-    plot: Annotated[
-        Path | None, typer.Option(help="Also draw epsilon over rounds and R over sample rates.")
-    ] = None,
+    clip_norm: Annotated[float, typer.Option(help="S; it scales the noise, not the signal-to-noise ratio.")] = 0.1,
+    plot: Annotated[Path | None, typer.Option(help="Also draw epsilon over rounds and R over sample rates.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Find the noise for an epsilon, or the epsilon of a noise, and what to expect. No data are needed."""
     size = model_size(model, shape, classes, parameters)
-    setting = Setting(
-        clients, sample_rate, rounds, epsilon, noise_multiplier, delta, sampling, size, clip_norm
-    )
+    setting = Setting(clients, sample_rate, rounds, epsilon, noise_multiplier, delta, sampling, size, clip_norm)
     answer = outlook(setting)
     if plot is not None:
         from fedblur.report.plan_plot import plot_outlook  # matplotlib is slow to import
@@ -61,24 +53,16 @@ def model_size(model: str | None, shape: str | None, classes: int | None, parame
     """d, as given or as the named model has it."""
     if model is None:
         if shape is not None or classes is not None:
-            raise ConfigError(
-                "--shape and --classes describe the data of --model; add it, or give --parameters"
-            )
+            raise ConfigError("--shape and --classes describe the data of --model; add it, or give --parameters")
         return PAPER_CNN if parameters is None else parameters
     if parameters is not None:
-        raise ConfigError(
-            f"--parameters={parameters} and --model={model} both give the model's size; keep one"
-        )
+        raise ConfigError(f"--parameters={parameters} and --model={model} both give the model's size; keep one")
     if shape is None or classes is None:
-        raise ConfigError(
-            f"--model={model} needs --shape and --classes, for instance --shape 1,28,28 --classes 62"
-        )
+        raise ConfigError(f"--model={model} needs --shape and --classes, for instance --shape 1,28,28 --classes 62")
     try:
         sides = tuple(int(side) for side in shape.split(","))
     except ValueError:
-        raise ConfigError(
-            f"--shape={shape} must be whole numbers with commas, for instance 1,28,28"
-        ) from None
+        raise ConfigError(f"--shape={shape} must be whole numbers with commas, for instance 1,28,28") from None
     module = build("model", model).build(sides, classes)
     return sum(weight.numel() for weight in module.parameters() if weight.requires_grad)
 
@@ -88,9 +72,7 @@ def show(answer: Outlook, console: Console) -> None:
     setting, plan = answer.setting, answer.tightest
     cohort = f"{plan.expected_cohort:,.5g} ± {plan.sampler.cohort_spread:.3g} clients a round"
     console.print(f"{plan.sampler.description}: {cohort}", highlight=False)
-    console.print(
-        f"{setting.rounds:,} rounds, δ = {plan.delta:.3g}, {adjacency(plan.event())}", highlight=False
-    )
+    console.print(f"{setting.rounds:,} rounds, δ = {plan.delta:.3g}, {adjacency(plan.event())}", highlight=False)
     console.print(f"{setting.parameters:,} parameters, clip norm S = {setting.clip_norm:g}", highlight=False)
     console.print(_accountants(answer))
     for line in answer.advice:

@@ -15,13 +15,10 @@ from fedblur.errors import ConfigError
 from fedblur.report.progress import RunProgress
 from fedblur.report.text import print_summary
 from fedblur.setup import Machine
-from fedblur.train import Run, default_folder
+from fedblur.train import Run, default_folder, train
 from fedblur.train import resume as resume_run
-from fedblur.train import train
 
-DataDir = Annotated[
-    Path | None, typer.Option(help="Folder with data sets in the hub's layout.", envvar="FEDBLUR_DATA")
-]
+DataDir = Annotated[Path | None, typer.Option(help="Folder with data sets in the hub's layout.", envvar="FEDBLUR_DATA")]
 Device = Annotated[str, typer.Option(help='Where to compute: "auto", "cpu", "cuda", "cuda:1".')]
 EngineOption = Annotated[str, typer.Option(help='"auto", "vectorised" (blocks of clients) or "sequential".')]
 Set = Annotated[
@@ -40,7 +37,9 @@ def run(
     epsilon: Annotated[float | None, typer.Option(help="Privacy target; the noise follows. inf: no noise.")] = None,
     delta: Annotated[str | None, typer.Option(help='A number, "1/N" or "N^-1.1".')] = None,
     rounds: Annotated[int | None, typer.Option(help="T, rounds of training.")] = None,
-    sample_rate: Annotated[float | None, typer.Option(help="p, the chance of a client to take part in a round.")] = None,
+    sample_rate: Annotated[
+        float | None, typer.Option(help="p, the chance of a client to take part in a round.")
+    ] = None,
     clients: Annotated[int | None, typer.Option(help="N, training clients.")] = None,
     seed: Annotated[int | None, typer.Option(help="Reproducible and NOT PRIVATE; leave out for OS entropy.")] = None,
     set_: Set = None,
@@ -111,4 +110,3 @@ def _show(done: Run, as_json: bool) -> None:
         typer.echo(json.dumps(json.loads(canonical({"run": str(done.path), **done.summary})), indent=2))
     else:
         print_summary(done, Console())
-

@@ -86,5 +86,8 @@ def _footer(results: dict[str, dict[str, Any]], note: str) -> list[str]:
         f"Trust: {privacy['trust_model']}. {privacy['tuning']}.",
         *notes,
         *([note] if note else []),
-        *(f"{warning} (seeds make a table reproducible; leave the seed out to protect people)." for warning in warnings),
+        *(
+            f"{warning} (seeds make a table reproducible; leave the seed out to protect people)."
+            for warning in warnings
+        ),
     ]

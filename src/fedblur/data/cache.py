@@ -87,9 +87,7 @@ def _save(path: Path, stored: Stored) -> None:
     tensors: dict[str, torch.Tensor] = {}
     for name, split in stored.splits.items():
         parts = {"x": split.x, "y": split.y, "writers": split.writers}
-        tensors |= {
-            f"{name}.{part}": value.contiguous() for part, value in parts.items() if value is not None
-        }
+        tensors |= {f"{name}.{part}": value.contiguous() for part, value in parts.items() if value is not None}
     about = {"classes": str(stored.classes), "splits": ",".join(stored.splits)}
     try:
         _save_atomically(path, tensors, about)

@@ -31,8 +31,6 @@ class Digits(Dataset):
 
         x, y = load_digits(return_X_y=True)
         images = (x.reshape(-1, 1, 8, 8) / 16).astype(np.float32)  # stored as 0..16
-        parts = train_test_split(
-            images, y.astype(np.int64), test_size=0.2, random_state=_SPLIT_SEED, stratify=y
-        )
+        parts = train_test_split(images, y.astype(np.int64), test_size=0.2, random_state=_SPLIT_SEED, stratify=y)
         train_x, test_x, train_y, test_y = (torch.from_numpy(part) for part in parts)
         return Raw(Samples(train_x, train_y), Samples(test_x, test_y), owners=None, classes=10)

@@ -19,9 +19,7 @@ from fedblur.data.partition import Partition, check_fit, check_samples_per_clien
 from fedblur.errors import ConfigError
 from fedblur.registry import register
 
-_NO_MASS = (
-    1e-200  # below this a Dirichlet mix has underflowed and says nothing about the classes that are left
-)
+_NO_MASS = 1e-200  # below this a Dirichlet mix has underflowed and says nothing about the classes that are left
 
 
 def _check_alpha(partition: str, alpha: float) -> None:
@@ -41,9 +39,7 @@ class Dirichlet(Partition):
         _check_alpha("dirichlet", self.alpha)
         check_samples_per_client("dirichlet", self.samples_per_client)
 
-    def owners(
-        self, labels: Tensor, clients: int, rng: np.random.Generator, natural: Tensor | None
-    ) -> Tensor:
+    def owners(self, labels: Tensor, clients: int, rng: np.random.Generator, natural: Tensor | None) -> Tensor:
         check_fit(len(labels), clients, self.samples_per_client or 1)
         size = self.samples_per_client or len(labels) // clients
         left = np.bincount(labels.numpy())  # [classes]
@@ -55,9 +51,7 @@ class Dirichlet(Partition):
         return _deal(counts, labels, rng)
 
 
-def _draw(
-    mix: NDArray[np.float64], size: int, left: NDArray[np.int64], rng: np.random.Generator
-) -> NDArray[np.int64]:
+def _draw(mix: NDArray[np.float64], size: int, left: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
     """`size` samples by class from pools that can run dry: then the mix is renormalised over the others.
 
     What a pool cannot give is drawn again: each turn is the last or empties a pool, so they end.
@@ -82,13 +76,9 @@ class DirichletClasswise(Partition):
     def __post_init__(self) -> None:
         _check_alpha("dirichlet_classwise", self.alpha)
         if self.min_samples < 1:
-            raise ConfigError(
-                f"partition.dirichlet_classwise.min_samples={self.min_samples} must be at least 1"
-            )
+            raise ConfigError(f"partition.dirichlet_classwise.min_samples={self.min_samples} must be at least 1")
 
-    def owners(
-        self, labels: Tensor, clients: int, rng: np.random.Generator, natural: Tensor | None
-    ) -> Tensor:
+    def owners(self, labels: Tensor, clients: int, rng: np.random.Generator, natural: Tensor | None) -> Tensor:
         check_fit(len(labels), clients, self.min_samples)
         pools = np.bincount(labels.numpy())
         shares = rng.dirichlet(np.full(clients, self.alpha), len(pools))  # [classes, clients]
@@ -114,9 +104,7 @@ def _raise_to(counts: NDArray[np.int64], least: int) -> None:
     heapq.heapify(largest)
     for poor in np.nonzero(sizes < least)[0]:
         for _ in range(least - int(sizes[poor])):
-            size, donor = heapq.heappop(
-                largest
-            )  # above `least`: the mean is at least that, and `poor` is below
+            size, donor = heapq.heappop(largest)  # above `least`: the mean is at least that, and `poor` is below
             commonest = counts[donor].argmax()
             counts[donor, commonest] -= 1
             counts[poor, commonest] += 1

@@ -143,9 +143,7 @@ def _read_idx(content: bytes) -> NDArray[np.uint8]:
 
 
 def _split_of(images: NDArray[Any], labels: NDArray[Any], writers: NDArray[Any] | None, split: str) -> Split:
-    upright = np.ascontiguousarray(images.transpose(0, 2, 1)[:, None]).astype(
-        np.uint8, copy=False
-    )  # [n, 1, 28, 28]
+    upright = np.ascontiguousarray(images.transpose(0, 2, 1)[:, None]).astype(np.uint8, copy=False)  # [n, 1, 28, 28]
     y = labels.ravel().astype(np.int64) - _FIRST_LABEL.get(split, 0)
     if len(upright) != len(y) or not 0 <= y.min() <= y.max() < _CLASSES[split]:
         raise ValueError(f"{len(upright)} images, {len(y)} labels, classes {y.min()} to {y.max()}")

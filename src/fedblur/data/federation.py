@@ -38,9 +38,7 @@ def load_federation(
     chosen = build("partition", partition if partition is not None else _default_partition(part, raw))
     roles = _natural_roles if isinstance(chosen, Natural) else _made_up_roles
     plan = roles(part, raw, clients, validation_share, seed)
-    owners = chosen.owners(
-        raw.train.y, plan.clients, Seeded.root(seed).child("partition").numpy(), raw.owners
-    )
+    owners = chosen.owners(raw.train.y, plan.clients, Seeded.root(seed).child("partition").numpy(), raw.owners)
     return _federation(part.part_name, raw, owners, plan, _note(raw, chosen))
 
 
@@ -68,9 +66,7 @@ def _natural_roles(part: Dataset, raw: Raw, clients: int | None, share: float, s
     validation = _of(total, share)
     able = total - validation
     if able < 1:
-        raise ConfigError(
-            f"validation_share={share} of {total} natural clients leaves none to train; lower it"
-        )
+        raise ConfigError(f"validation_share={share} of {total} natural clients leaves none to train; lower it")
     if able < (clients or 1):
         raise ConfigError(
             f"clients={clients} but {part.part_name} has {total} natural clients here, {able} of them for "
@@ -166,9 +162,7 @@ def federation_from_arrays(
     total = int(who.max()) + 1
     validation = _of(total, validation_share)
     if validation >= total:
-        raise DataError(
-            f"validation_share={validation_share} of {total} clients leaves none to train; lower it"
-        )
+        raise DataError(f"validation_share={validation_share} of {total} clients leaves none to train; lower it")
     roles = (
         _roles(total, total - validation, validation, seed)
         if validation
@@ -180,19 +174,13 @@ def federation_from_arrays(
 def _own_samples(prefix: str, x: Any, y: Any) -> Samples:
     values, labels = torch.as_tensor(x), _whole_numbers(f"{prefix}y", y)
     if values.ndim < 2 or len(values) == 0:
-        raise DataError(
-            f"{prefix}x has shape {[*values.shape]}, must be [samples, ...] with at least one sample"
-        )
+        raise DataError(f"{prefix}x has shape {[*values.shape]}, must be [samples, ...] with at least one sample")
     if len(values) != len(labels):
-        raise DataError(
-            f"{prefix}x has {len(values)} samples but {prefix}y {len(labels)} labels; each needs one"
-        )
+        raise DataError(f"{prefix}x has {len(values)} samples but {prefix}y {len(labels)} labels; each needs one")
     values = values if values.dtype == torch.uint8 else values.float()
     broken = torch.nonzero(~torch.isfinite(values.flatten(1)).all(dim=1)).flatten()
     if len(broken):
-        raise DataError(
-            f"{prefix}x has NaN or infinite values, first in sample {int(broken[0])}; clean them first"
-        )
+        raise DataError(f"{prefix}x has NaN or infinite values, first in sample {int(broken[0])}; clean them first")
     return Samples(values, labels)
 
 
@@ -223,6 +211,4 @@ def _whole_numbers(name: str, values: Any) -> Tensor:
 
 def _check_labels(name: str, labels: Tensor, classes: int) -> None:
     if not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-        raise DataError(
-            f"{name} runs from {int(labels.min())} to {int(labels.max())}, must be in 0..{classes - 1}"
-        )
+        raise DataError(f"{name} runs from {int(labels.min())} to {int(labels.max())}, must be in 0..{classes - 1}")

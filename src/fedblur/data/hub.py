@@ -129,11 +129,7 @@ def _quiet(library: Any) -> Iterator[None]:
 
 
 def _pack(tables: Any, mode: Mode, library: Any) -> Stored:
-    splits = {
-        split: _pack_split(table, mode, library)
-        for split, table in tables.items()
-        if split in ("train", "test")
-    }
+    splits = {split: _pack_split(table, mode, library) for split, table in tables.items() if split in ("train", "test")}
     if not splits:
         raise DataError(
             f"found splits {sorted(tables)}, but neither 'train' nor 'test'; name the files train-*.parquet"
@@ -165,13 +161,9 @@ def _decode(column: Any, mode: Mode) -> NDArray[np.uint8]:
     """Encoded images of one size -> [images, channels, height, width]."""
     from PIL import Image
 
-    pictures = [
-        np.asarray(Image.open(io.BytesIO(cell["bytes"])).convert(mode)) for cell in column.to_pylist()
-    ]
+    pictures = [np.asarray(Image.open(io.BytesIO(cell["bytes"])).convert(mode)) for cell in column.to_pylist()]
     if len({picture.shape for picture in pictures}) > 1:
-        raise DataError(
-            "the images differ in size; all images of a data set must have the same height and width"
-        )
+        raise DataError("the images differ in size; all images of a data set must have the same height and width")
     stacked = np.stack(pictures)
     return stacked[:, None] if mode == "L" else np.ascontiguousarray(stacked.transpose(0, 3, 1, 2))
 

@@ -21,9 +21,7 @@ class Partition(ABC):
     """Divides training samples among clients."""
 
     @abstractmethod
-    def owners(
-        self, labels: Tensor, clients: int, rng: np.random.Generator, natural: Tensor | None
-    ) -> Tensor:
+    def owners(self, labels: Tensor, clients: int, rng: np.random.Generator, natural: Tensor | None) -> Tensor:
         """[samples], int64: client 0..clients-1 of each sample, or -1 for a sample that nobody gets."""
 
 
@@ -48,18 +46,12 @@ def check_samples_per_client(partition: str, value: int | None) -> None:
 class Natural(Partition):
     """The people who wrote the samples; with fewer clients than people, some of them at random."""
 
-    def owners(
-        self, labels: Tensor, clients: int, rng: np.random.Generator, natural: Tensor | None
-    ) -> Tensor:
+    def owners(self, labels: Tensor, clients: int, rng: np.random.Generator, natural: Tensor | None) -> Tensor:
         if natural is None:
-            raise DataError(
-                "partition='natural' needs samples with known writers; use 'dirichlet' or 'iid' here"
-            )
+            raise DataError("partition='natural' needs samples with known writers; use 'dirichlet' or 'iid' here")
         people, codes = torch.unique(natural, return_inverse=True)
         if not 1 <= clients <= len(people):
-            raise ConfigError(
-                f"clients={clients} must be from 1 to {len(people)}, the number of natural clients"
-            )
+            raise ConfigError(f"clients={clients} must be from 1 to {len(people)}, the number of natural clients")
         chosen = torch.from_numpy(np.sort(rng.permutation(len(people))[:clients]))
         client_of = torch.full((len(people),), -1, dtype=torch.int64)
         client_of[chosen] = torch.arange(clients)
@@ -76,9 +68,7 @@ class Iid(Partition):
     def __post_init__(self) -> None:
         check_samples_per_client("iid", self.samples_per_client)
 
-    def owners(
-        self, labels: Tensor, clients: int, rng: np.random.Generator, natural: Tensor | None
-    ) -> Tensor:
+    def owners(self, labels: Tensor, clients: int, rng: np.random.Generator, natural: Tensor | None) -> Tensor:
         check_fit(len(labels), clients, self.samples_per_client or 1)
         dealt = len(labels) if self.samples_per_client is None else clients * self.samples_per_client
         owners = np.full(len(labels), -1, dtype=np.int64)
@@ -95,13 +85,9 @@ class Shards(Partition):
 
     def __post_init__(self) -> None:
         if self.shards_per_client < 1:
-            raise ConfigError(
-                f"partition.shards.shards_per_client={self.shards_per_client} must be at least 1"
-            )
+            raise ConfigError(f"partition.shards.shards_per_client={self.shards_per_client} must be at least 1")
 
-    def owners(
-        self, labels: Tensor, clients: int, rng: np.random.Generator, natural: Tensor | None
-    ) -> Tensor:
+    def owners(self, labels: Tensor, clients: int, rng: np.random.Generator, natural: Tensor | None) -> Tensor:
         check_fit(len(labels), clients, self.shards_per_client)
         shards = clients * self.shards_per_client
         size = len(labels) // shards

@@ -36,15 +36,11 @@ class Synthetic(Generated):
     beta: float = 1.0  # how much clients' features differ
     min_samples: int = 50
     max_samples: int = 500
-    held_out_clients: int = (
-        100  # test clients, and the most validation clients: their samples are kept in memory
-    )
+    held_out_clients: int = 100  # test clients, and the most validation clients: their samples are kept in memory
 
     default_partition: ClassVar[str] = "natural"
     default_clients: ClassVar[int | None] = 1000
-    summary: ClassVar[str] = (
-        "synthetic(alpha, beta) of FedProx, 60 features, 10 classes, any number of clients"
-    )
+    summary: ClassVar[str] = "synthetic(alpha, beta) of FedProx, 60 features, 10 classes, any number of clients"
 
     def __post_init__(self) -> None:
         for name in ("alpha", "beta"):
@@ -56,9 +52,7 @@ class Synthetic(Generated):
                 f"and at most max_samples={self.max_samples}"
             )
         if self.held_out_clients < 1:
-            raise ConfigError(
-                f"dataset.synthetic.held_out_clients={self.held_out_clients} must be at least 1"
-            )
+            raise ConfigError(f"dataset.synthetic.held_out_clients={self.held_out_clients} must be at least 1")
 
     def federation(self, clients: int, validation_share: float, seed: int) -> Federation:
         streams = Seeded.root(seed).child("synthetic")

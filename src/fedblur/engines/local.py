@@ -38,7 +38,7 @@ class LocalEngine:
             return
         shard = self.population.fetch(ids)
         order = torch.argsort(shard.sizes, stable=True)  # clients of like size share a block: less padding
-        for chosen in order.split(self.block_size):
+        for chosen in torch.split(order, self.block_size):
             part = Shard(shard.x, shard.y, shard.starts[chosen], shard.sizes[chosen])
             work = plan_work(part, ids[chosen], job.local.steps, job.local.batch_size, rng)
             yield train_block(job, part, work.to(self.device), self.vectorise)

@@ -49,7 +49,9 @@ class Gaussian:
             total += values.sum(0, dtype=torch.float64)  # float64: the order of clients does not matter
             sent += len(values)
         if self.placement == "clients" and sent < release.cohort:  # invariant 8: too few shares is too little noise
-            raise PrivacyError(f"{sent} noise shares arrived of the {release.cohort} that they were sized for; round aborted")
+            raise PrivacyError(
+                f"{sent} noise shares arrived of the {release.cohort} that they were sized for; round aborted"
+            )
         return total
 
     def _shares(self, count: int, sent: int, release: Release, rng: Rng) -> Tensor:
@@ -59,7 +61,9 @@ class Gaussian:
 
     def release(self, total: Tensor, release: Release, rng: Rng) -> Tensor:
         noisy = total
-        if release.noise_std > 0 and (self.placement == "server" or release.cohort == 0):  # an empty cohort is noisy too
+        if release.noise_std > 0 and (
+            self.placement == "server" or release.cohort == 0
+        ):  # an empty cohort is noisy too
             noise = rng.child("noise").normal(release.dimension, release.device)
             noisy = total + release.noise_std * noise.double()
         return noisy.float()

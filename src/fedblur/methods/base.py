@@ -1,4 +1,4 @@
-"""The contract of a method: pure functions on one client's tensors, safe under `vmap`, no state, no branches on data."""
+"""The contract of a method: pure functions on one client's tensors, safe under `vmap`, no branches on data."""
 
 from __future__ import annotations
 

@@ -45,12 +45,14 @@ class Lus(Method):
             flat = torch.cat([scores[name].flatten() for name in group])
             mask = keep_largest(flat, kept_count(flat.numel(), self.sparsity))
             sizes = [scores[name].numel() for name in group]
-            for name, part in zip(group, mask.split(sizes), strict=True):
+            for name, part in zip(group, torch.split(mask, sizes), strict=True):
                 shaped[name] = torch.where(part.view(delta[name].shape), delta[name], 0.0)  # M∘Δ, Eq. 12
         return shaped
 
     def _groups(self, layout: Layout) -> list[list[str]]:
-        names = [n for n, shape in zip(layout.names, layout.shapes, strict=True) if not (self.exempt_1d and len(shape) < 2)]
+        names = [
+            n for n, shape in zip(layout.names, layout.shapes, strict=True) if not (self.exempt_1d and len(shape) < 2)
+        ]
         if self.scope == "tensor":
             return [[name] for name in names]
         if self.scope == "global":

@@ -30,9 +30,7 @@ class GnCnn:
 
     def __post_init__(self) -> None:
         if self.widths is not None and (not self.widths or min(self.widths) < 1):
-            raise ConfigError(
-                f"model.gn_cnn.widths={list(self.widths)} must be widths of 1 or more, like [16, 32, 64]"
-            )
+            raise ConfigError(f"model.gn_cnn.widths={list(self.widths)} must be widths of 1 or more, like [16, 32, 64]")
         if self.pooling not in ("grid", "global"):
             raise ConfigError(f'model.gn_cnn.pooling={self.pooling!r} must be "grid" or "global"')
 

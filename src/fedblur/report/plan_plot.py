@@ -26,9 +26,7 @@ BANDS = (
 def plot_outlook(outlook: Outlook, path: Path) -> None:
     """Write the figure; the file's ending decides the format."""
     if not comparable(outlook.tightest):
-        raise ConfigError(
-            f"epsilon={outlook.tightest.epsilon_target:g} leaves nothing to plot; leave --plot out"
-        )
+        raise ConfigError(f"epsilon={outlook.tightest.epsilon_target:g} leaves nothing to plot; leave --plot out")
     figure = Figure(figsize=(10.5, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     _epsilon_over_rounds(left, outlook)
@@ -46,9 +44,7 @@ def _epsilon_over_rounds(axes: Axes, outlook: Outlook) -> None:
     for name in (name for name in ACCOUNTANTS if name in outlook.plans):
         spent = [replace(plan, accountant=name).epsilon(int(t)) for t in rounds]
         axes.plot([0, *rounds], [0.0, *spent], color=COLOURS[name], label=name.upper())
-    axes.axhline(
-        plan.epsilon_target, color="grey", linestyle=":", linewidth=1, label=f"ε = {plan.epsilon_target:.3g}"
-    )
+    axes.axhline(plan.epsilon_target, color="grey", linestyle=":", linewidth=1, label=f"ε = {plan.epsilon_target:.3g}")
     axes.set(xlabel="rounds", ylabel="ε spent", xlim=(0, plan.rounds), ylim=(0, None))
     axes.set_title(f"ε over rounds, σ = {plan.noise_multiplier:.3g}, δ = {plan.delta:.2g}")
     axes.legend(loc="lower right")
@@ -62,9 +58,7 @@ def _ratio_over_rates(axes: Axes, outlook: Outlook) -> None:
         ratios = [_ratio(replace(at_epsilon(setting, outlook.tightest), sample_rate=p), name) for p in rates]
         axes.plot(rates, ratios, color=COLOURS[name], marker="o", markersize=3, label=name.upper())
         highest = max(highest, np.nanmax(ratios))
-    axes.axvline(
-        setting.sample_rate, color="grey", linestyle=":", linewidth=1, label=f"p = {setting.sample_rate:g}"
-    )
+    axes.axvline(setting.sample_rate, color="grey", linestyle=":", linewidth=1, label=f"p = {setting.sample_rate:g}")
     _shade(axes, 1.15 * highest)
     axes.set(xscale="log", xlabel="sample rate p", ylabel="signal-to-noise R", ylim=(0, 1.15 * highest))
     axes.set_title(f"R at ε = {target:.3g}, T = {setting.rounds:,}, d = {setting.parameters:,}")
@@ -94,6 +88,4 @@ def _shade(axes: Axes, top: float) -> None:
         shown = min(high, top)
         axes.axhspan(low, shown, color="grey", alpha=0.12 if index % 2 == 0 else 0.0, linewidth=0)
         if shown - low > 0.05 * top:
-            axes.text(
-                0.02, (low + shown) / 2, name, transform=axes.get_yaxis_transform(), va="center", color="#555"
-            )
+            axes.text(0.02, (low + shown) / 2, name, transform=axes.get_yaxis_transform(), va="center", color="#555")

@@ -40,7 +40,7 @@ class RunProgress:
 
     def __call__(self, row: dict[str, Any]) -> None:
         self._remember(row)
-        fields = {
+        fields: dict[str, Any] = {
             "accuracy": "–" if math.isnan(self.accuracy) else f"{100 * self.accuracy:.1f} %",
             "epsilon": "–" if math.isnan(self.epsilon) else f"{self.epsilon:.2f}",
             "clipped": "–" if math.isnan(self.clipped) else f"{100 * self.clipped:.0f} %",

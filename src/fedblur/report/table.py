@@ -14,7 +14,14 @@ def render(title: str, lines: Sequence[Line]) -> Table:
     with_expected = any(line.expected is not None for line in lines)
     table = Table(title=title, title_justify="left")
     table.add_column("")
-    columns = ["accuracy %", *(["paper %"] if with_expected else []), "seeds", "noise σ", "ε spent", "clipped"]
+    columns = [
+        "accuracy %",
+        *(["paper %"] if with_expected else []),
+        "seeds",
+        "noise σ",
+        "ε spent",
+        "clipped",
+    ]
     for name in columns:
         table.add_column(name, justify="right")
     for line in lines:
