@@ -38,7 +38,7 @@ def test_only_accounting_imports_dp_accounting() -> None:
         for path in SOURCES
         if "dp_accounting" in path.read_text() and "import dp_accounting" in path.read_text()
     ]
-    assert set(importers) <= {"accounting.py", "accountants.py"}
+    assert set(importers) == {"accountants.py"}
 
 
 def test_all__is_what_the_package_offers() -> None:

@@ -7,6 +7,7 @@ Written once on functional parameters, without `.item()` and without a branch on
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from fedblur.config import LocalTraining
 from fedblur.data.population import Shard, as_input
 from fedblur.dropout import SeededDropout
 from fedblur.functional import Forward, Layout, Params
-from fedblur.methods import Method, global_norm
+from fedblur.methods import Gradient, Method, global_norm
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,10 @@ def _local_step(
     """Δ ← Δ − η·(g + the methods' terms); a step whose indices are all padding is the identity."""
     local = job.local
     theta = _add(job.start, delta)
-    gradient = torch.func.grad(_mean_loss)(theta, job.forward, x, y, index, seed, step)
+    gradient_at: Gradient = partial(_gradient, job.forward, x, y, index, seed, step)
+    for method in job.methods:
+        gradient_at = method.wrap_gradient(gradient_at)
+    gradient = gradient_at(theta)
     if local.weight_decay:
         gradient = _add(gradient, theta, local.weight_decay)
     for method in job.methods:
@@ -120,6 +124,11 @@ def _sum_loss(
         logits = forward(theta, inputs)
     losses = F.cross_entropy(logits, torch.where(valid, y[safe], 0), reduction="none")
     return (losses * valid).sum()
+
+
+def _gradient(forward: Forward, x: Tensor, y: Tensor, index: Tensor, seed: Tensor, step: int, theta: Params) -> Params:
+    gradient: Params = torch.func.grad(_mean_loss)(theta, forward, x, y, index, seed, step)
+    return gradient
 
 
 def _mean_loss(

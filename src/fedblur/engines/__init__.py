@@ -1,4 +1,4 @@
-"""WHERE clients run. An engine maps the client code over a cohort and yields Bounded blocks; it decides nothing else."""
+"""WHERE clients run. An engine maps the client code over a cohort and yields Bounded blocks; it decides nothing."""
 
 from fedblur.engines.base import Engine
 from fedblur.engines.local import LocalEngine, choose_engine, suitable_threads

@@ -3,6 +3,6 @@
 A method cannot hurt privacy: whatever it does, the clip comes after it (invariant 1).
 """
 
-from fedblur.methods.base import Method, global_norm
+from fedblur.methods.base import Gradient, Method, global_norm
 
-__all__ = ["Method", "global_norm"]
+__all__ = ["Gradient", "Method", "global_norm"]

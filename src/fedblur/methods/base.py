@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -12,6 +13,7 @@ from fedblur.functional import Layout, Params
 if TYPE_CHECKING:
     from fedblur.config import LocalTraining
 
+Gradient = Callable[[Params], Params]
 Score = Literal["none", "full", "last"]
 
 
@@ -25,6 +27,10 @@ class Method:
 
     def check(self, local: LocalTraining) -> None:
         """Refuse settings that do not fit the local training."""
+
+    def wrap_gradient(self, gradient: Gradient) -> Gradient:
+        """The loss's gradient as a function of the parameters, perhaps taken elsewhere (sharpness-aware steps)."""
+        return gradient
 
     def gradient_term(self, delta: Params, clip_norm: float) -> Params | None:
         """What is added to the loss's gradient at this step."""
