@@ -1,0 +1,53 @@
+"""README's Python runs as it stands, its commands parse, and its figures are those of the repository."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fedblur.cli import app
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+COMMANDS = re.findall(r"^(fedblur [^\n#]+)", README, re.MULTILINE)
+
+
+def test_readme__python_example_runs_in_a_new_folder(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    accuracy = float(re.search(r"accuracy ([\d.]+) at epsilon ([\d.]+)", result.stdout)[1])
+    assert accuracy > 0.8
+    assert len([line for line in code.split("\n\n")[-2].splitlines() if line]) <= 10
+
+
+def test_readme__the_plan_gives_the_figures_it_promises() -> None:
+    command = next(c for c in COMMANDS if c.startswith("fedblur plan"))
+    result = CliRunner().invoke(app, shlex.split(command)[1:])
+    assert result.exit_code == 0, result.output
+    assert "2.178" in result.stdout
+    assert "2.38" in result.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_readme__every_command_and_flag_exists(command: str) -> None:
+    words = shlex.split(command)[1:]
+    names = words[:2] if words[0] == "data" else words[:1]
+    help_text = CliRunner().invoke(app, [*names, "--help"], env={"COLUMNS": "300", "NO_COLOR": "1"}).stdout
+    for flag in (word for word in words if word.startswith("--")):
+        assert flag in help_text
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/tour.md", "docs/privacy.md"])
+def test_documents__links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text()):
+        assert ((ROOT / page).parent / target).exists(), target
+
+
+def test_documents__every_test_that_privacy_names_exists() -> None:
+    sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    for name in re.findall(r"`(test_\w+?)(?:…)?`", (ROOT / "docs/privacy.md").read_text()):
+        assert f"def {name}" in sources, name
