@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedblur.client import local_update, train_block
+from fedblur.batches import Work
+from fedblur.client import train_block
 from fedblur.config import LocalTraining
 from fedblur.methods.blur import Blur
 from fedblur.methods.lus import Lus
@@ -101,9 +102,11 @@ def test_client__plain_sgd_equals_torch_optim() -> None:
 def test_invariant_5__client_without_data_sends_zero(methods) -> None:
     job = job_for(linear(), methods, local=LocalTraining(steps=3, batch_size=4, weight_decay=0.1, momentum=0.9))
     population = packed([5, 5])
-    padding = torch.full((3, 4), -1)
-    trained = local_update(job, population.x, population.y, padding, padding, torch.tensor(7))
-    assert bool((trained.update == 0).all())
+    padding = torch.full((2, 3, 4), -1)
+    shard = population.fetch(torch.tensor([0, 1]))
+    for vectorise in (True, False):
+        block = train_block(job, shard, Work(padding, padding, torch.tensor([7, 8])), vectorise)
+        assert bool((block.bounded.value == 0).all())
 
 
 def test_invariant_5__non_finite_update_counts_as_zero() -> None:

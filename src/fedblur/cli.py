@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
@@ -11,6 +10,7 @@ from typer.core import TyperGroup
 
 from fedblur.commands import data, plan, run, table
 from fedblur.errors import FedBlurError
+from fedblur.version import version
 
 BAD_INPUT = 2
 STOPPED = 130
@@ -53,7 +53,7 @@ app.add_typer(data.app, name="data")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"fedblur {version('fedblur')}")
+        typer.echo(f"fedblur {version()}")
         raise typer.Exit
 
 

@@ -6,8 +6,9 @@ Written once on functional parameters, without `.item()` and without a branch on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -15,12 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedblur.batches import Work
-from fedblur.clipping import Bounded, clip_l2
+from fedblur.bounding import Message
+from fedblur.clipping import Bounded
+from fedblur.compiling import Compiled
 from fedblur.config import LocalTraining
 from fedblur.data.population import Shard, as_input
 from fedblur.dropout import SeededDropout
 from fedblur.functional import Forward, Layout, Params
-from fedblur.methods import Gradient, Method, global_norm
+from fedblur.methods import Gradient, Method
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class ClientJob:
     local: LocalTraining
     methods: tuple[Method, ...]
     clip_norm: float  # S
+    message: Message = field(default_factory=Message)  # what of an update is sent
 
 
 class Trained(NamedTuple):
@@ -48,72 +52,136 @@ class Block:
 
     bounded: Bounded
     trained_norms: Tensor  # [clients] ‖Δ‖, local_only
-    norms: Tensor  # [clients] ‖Δ̂‖ before clipping, local_only
+    norms: Tensor  # [clients] of what is sent of Δ̂, before clipping, local_only
 
 
-def clip_block(trained: Trained, clip_norm: float) -> Block:
+def clip_block(trained: Trained, job: ClientJob) -> Block:
     """The last thing that clients do (invariant 1). `trained` has a leading dimension of clients."""
-    bounded, norms = clip_l2(trained.update, clip_norm)
+    bounded, norms = job.message.encode(trained.update, job.clip_norm)
     return Block(bounded, trained.trained_norm, norms)
 
 
-def local_update(job: ClientJob, x: Tensor, y: Tensor, plan: Tensor, samples: Tensor, seed: Tensor) -> Trained:
-    """Q local steps and the methods' shaping, for one client. Works under `vmap` over plan, samples and seed."""
-    delta = {name: torch.zeros_like(tensor) for name, tensor in job.start.items()}
-    velocity = delta if job.local.momentum else None
-    for step in range(job.local.steps):  # q = 0 .. Q-1
-        delta, velocity = _local_step(job, delta, velocity, x, y, plan[step], seed, step)
-    trained_norm = global_norm(delta)
-    for method in job.methods:
+@dataclass(frozen=True)
+class LocalProgram:
+    """What of a job does not change from round to round: pure functions on one client's tensors."""
+
+    forward: Forward
+    layout: Layout
+    local: LocalTraining
+    methods: tuple[Method, ...]
+
+    def step(
+        self, start: Params, delta: Params, velocity: Params, clip_norm: Tensor | float,
+        x: Tensor, y: Tensor, index: Tensor, seed: Tensor, step: Tensor | int,
+    ) -> tuple[Params, Params]:  # fmt: skip
+        """Δ ← Δ − η·(g + the methods' terms); a step whose indices are all padding is the identity."""
+        local = self.local
+        theta = _add(start, delta)
+        gradient_at: Gradient = partial(_gradient, self.forward, x, y, index, seed, step)
+        for method in self.methods:
+            gradient_at = method.wrap_gradient(gradient_at)
+        gradient = gradient_at(theta)
+        if local.weight_decay:
+            gradient = _add(gradient, theta, local.weight_decay)
+        for method in self.methods:
+            term = method.gradient_term(delta, clip_norm)
+            gradient = gradient if term is None else _add(gradient, term)
+        if local.momentum:
+            velocity = gradient = _add(gradient, velocity, local.momentum)
+        rate = local.learning_rate * (index >= 0).any()
+        delta = {name: delta[name] - rate * gradient[name] for name in delta}
+        for method in self.methods:
+            delta = method.after_step(delta, clip_norm)
+        return delta, velocity
+
+    def score(self, start: Params, delta: Params, x: Tensor, y: Tensor, index: Tensor) -> Params:
+        """Σ ∇f over these samples at the end point, without dropout and without the methods' terms."""
+        gradient: Params = torch.func.grad(_sum_loss)(_add(start, delta), self.forward, x, y, index, None, 0)
+        return gradient
+
+    def shape(self, which: int, delta: Params, gradient: Params) -> Params:
+        """What method number `which` makes of the update."""
+        return self.methods[which].shape_update(delta, gradient, self.layout)
+
+
+class Steps(NamedTuple):
+    """A program's functions as an engine runs them: for one client, or for a block of clients at once."""
+
+    step: Callable[..., tuple[Params, Params]]
+    score: Callable[..., Params]
+    shape: Callable[..., Params]
+
+
+def one_client(program: LocalProgram) -> Steps:
+    """Plain calls, without a dimension of clients."""
+    return Steps(program.step, program.score, program.shape)
+
+
+@lru_cache(maxsize=8)
+def many_clients(program: LocalProgram, compiled: bool = False) -> Steps:
+    """The same under `vmap`; compiled, a step becomes a few fused kernels (worth it for long runs on a GPU)."""
+    vmap = torch.func.vmap
+    steps = Steps(
+        vmap(program.step, in_dims=(None, 0, 0, None, None, None, 0, 0, None)),
+        vmap(program.score, in_dims=(None, 0, None, None, 0)),
+        vmap(program.shape, in_dims=(None, 0, 0)),
+    )
+    return Steps(Compiled(steps.step), Compiled(steps.score), steps.shape) if compiled else steps
+
+
+def local_update(job: ClientJob, steps: Steps, shard: Shard, work: Work) -> Trained:
+    """Q local steps and the methods' shaping. `work` has a leading dimension of clients, or none for one client."""
+    lead, x, y = work.seeds.shape, shard.x, shard.y
+    delta = {name: tensor.new_zeros(*lead, *tensor.shape) for name, tensor in job.start.items()}
+    velocity = delta if job.local.momentum else {}
+    clip_norm = job.clip_norm if x.device.type == "cpu" else torch.tensor(job.clip_norm, device=x.device)
+    for q in range(job.local.steps):
+        index, count = work.plan[..., q, :], _counter(q, work.seeds.device)
+        delta, velocity = steps.step(job.start, delta, velocity, clip_norm, x, y, index, work.seeds, count)
+    trained_norm = _norm(delta, len(lead))
+    for which, method in enumerate(job.methods):
         if method.score_batch != "none":
-            chunks = samples if method.score_batch == "full" else plan[-1:]
-            delta = method.shape_update(delta, _score_gradient(job, delta, x, y, chunks), job.layout)
+            chunks = work.samples if method.score_batch == "full" else work.plan[..., -1:, :]
+            delta = steps.shape(which, delta, _score_gradient(job, steps, delta, shard, chunks))
     return Trained(job.layout.flatten(delta), trained_norm)
 
 
-def _local_step(
-    job: ClientJob,
-    delta: Params,
-    velocity: Params | None,
-    x: Tensor,
-    y: Tensor,
-    index: Tensor,
-    seed: Tensor,
-    step: int,
-) -> tuple[Params, Params | None]:
-    """Δ ← Δ − η·(g + the methods' terms); a step whose indices are all padding is the identity."""
-    local = job.local
-    theta = _add(job.start, delta)
-    gradient_at: Gradient = partial(_gradient, job.forward, x, y, index, seed, step)
-    for method in job.methods:
-        gradient_at = method.wrap_gradient(gradient_at)
-    gradient = gradient_at(theta)
-    if local.weight_decay:
-        gradient = _add(gradient, theta, local.weight_decay)
-    for method in job.methods:
-        term = method.gradient_term(delta, job.clip_norm)
-        gradient = gradient if term is None else _add(gradient, term)
-    if velocity is not None:
-        velocity = gradient = _add(gradient, velocity, local.momentum)
-    active = (index >= 0).any().to(gradient[job.layout.names[0]].dtype)
-    delta = {name: delta[name] - local.learning_rate * active * gradient[name] for name in delta}
-    for method in job.methods:
-        delta = method.after_step(delta, job.clip_norm)
-    return delta, velocity
+def _score_gradient(job: ClientJob, steps: Steps, delta: Params, shard: Shard, chunks: Tensor) -> Params:
+    """∇f at the end point; chunk by chunk to save memory."""
+    total: Params | None = None
+    for chunk in chunks.unbind(-2):
+        part = steps.score(job.start, delta, shard.x, shard.y, chunk)
+        total = part if total is None else _add(total, part)
+    assert total is not None
+    count = (chunks >= 0).sum((-1, -2)).clamp(min=1)
+    return {name: t / count.view(*count.shape, *[1] * (t.dim() - count.dim())) for name, t in total.items()}
 
 
-def _score_gradient(job: ClientJob, delta: Params, x: Tensor, y: Tensor, chunks: Tensor) -> Params:
-    """∇f at the end point, without dropout and without the methods' terms; chunk by chunk to save memory."""
-    theta = _add(job.start, delta)
-    total = {name: torch.zeros_like(tensor) for name, tensor in delta.items()}
-    for index in chunks:
-        total = _add(total, torch.func.grad(_sum_loss)(theta, job.forward, x, y, index, None, 0))
-    count = (chunks >= 0).sum().clamp(min=1)
-    return {name: tensor / count for name, tensor in total.items()}
+def train_block(job: ClientJob, shard: Shard, work: Work, vectorise: bool, compiled: bool = False) -> Block:
+    """`local_update` for a block of clients, all at once or one after another, then the clip."""
+    program = LocalProgram(job.forward, job.layout, job.local, job.methods)
+    if vectorise:
+        return clip_block(local_update(job, many_clients(program, compiled), shard, work), job)
+    rows = zip(work.plan, work.samples, work.seeds, strict=True)
+    each = [local_update(job, one_client(program), shard, Work(*row)) for row in rows]
+    return clip_block(Trained(*map(torch.stack, zip(*each, strict=True))), job)
+
+
+def _gradient(
+    forward: Forward, x: Tensor, y: Tensor, index: Tensor, seed: Tensor, step: Tensor | int, theta: Params
+) -> Params:
+    gradient: Params = torch.func.grad(_mean_loss)(theta, forward, x, y, index, seed, step)
+    return gradient
+
+
+def _mean_loss(
+    theta: Params, forward: Forward, x: Tensor, y: Tensor, index: Tensor, seed: Tensor | None, step: Tensor | int
+) -> Tensor:
+    return _sum_loss(theta, forward, x, y, index, seed, step) / (index >= 0).sum().clamp(min=1)
 
 
 def _sum_loss(
-    theta: Params, forward: Forward, x: Tensor, y: Tensor, index: Tensor, seed: Tensor | None, step: int
+    theta: Params, forward: Forward, x: Tensor, y: Tensor, index: Tensor, seed: Tensor | None, step: Tensor | int
 ) -> Tensor:
     """Cross-entropy summed over a batch. Padding is replaced by zeros: no other client's sample is read."""
     valid = index >= 0
@@ -126,26 +194,17 @@ def _sum_loss(
     return (losses * valid).sum()
 
 
-def _gradient(forward: Forward, x: Tensor, y: Tensor, index: Tensor, seed: Tensor, step: int, theta: Params) -> Params:
-    gradient: Params = torch.func.grad(_mean_loss)(theta, forward, x, y, index, seed, step)
-    return gradient
-
-
-def _mean_loss(
-    theta: Params, forward: Forward, x: Tensor, y: Tensor, index: Tensor, seed: Tensor | None, step: int
-) -> Tensor:
-    return _sum_loss(theta, forward, x, y, index, seed, step) / (index >= 0).sum().clamp(min=1)
-
-
 def _add(a: Params, b: Params, scale: float = 1.0) -> Params:
     return {name: torch.add(a[name], b[name], alpha=scale) for name in a}
 
 
-def train_block(job: ClientJob, shard: Shard, work: Work, vectorise: bool) -> Block:
-    """`local_update` for a block of clients, all at once or one after another, then the clip."""
-    rows = (work.plan, work.samples, work.seeds)
-    if vectorise:
-        mapped = torch.func.vmap(lambda *row: local_update(job, shard.x, shard.y, *row))
-        return clip_block(Trained(*mapped(*rows)), job.clip_norm)
-    each = [local_update(job, shard.x, shard.y, *row) for row in zip(*rows, strict=True)]
-    return clip_block(Trained(*map(torch.stack, zip(*each, strict=True))), job.clip_norm)
+def _norm(delta: Params, lead: int) -> Tensor:
+    """One l2 norm per client, over all tensors."""
+    squares = [tensor.flatten(lead).square().sum(-1) for tensor in delta.values()]
+    return torch.stack(squares).sum(0).sqrt()
+
+
+@lru_cache(maxsize=4096)
+def _counter(step: int, device: torch.device) -> Tensor | int:
+    """The step's number: on a GPU a tensor, or compiled code would be made anew for every step (and clip norm)."""
+    return step if device.type == "cpu" else torch.tensor(step, device=device)

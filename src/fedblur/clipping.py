@@ -1,17 +1,17 @@
 """Stage 4, clip. In: updates [clients, d]. Out: Bounded, every row's l2 norm ≤ l2_bound, also for 0, inf and nan.
 
 Formal guarantee: for every row, the exact (real-number) l2 norm of what is returned is at most `clip_norm`, so the
-sum of a cohort changes by at most `clip_norm` when one client is added or removed. Nothing else makes a `Bounded`,
-and noise accepts nothing else.
+sum of a cohort changes by at most `clip_norm` when one client is added or removed. Only this file and `bounding.py`,
+which calls it, make a `Bounded`, and noise accepts nothing else.
 
-| update            | comes out as                                  |
-|-------------------|-----------------------------------------------|
-| 0                 | 0                                             |
-| norm below S      | unchanged, bit for bit                        |
-| norm above S      | S·(1 − 2⁻²²)·unit vector, rounded to float32  |
-| inf or nan inside | 0                                             |
-| norm ≥ 2¹⁰⁰·S     | 0: the factor would leave float32's range     |
-| clip_norm = inf   | unchanged (only without noise: FedAvg)        |
+| update            | `clip_l2`                                     | `normalise_l2`                               |
+|-------------------|-----------------------------------------------|----------------------------------------------|
+| 0                 | 0                                             | 0                                            |
+| norm below S      | unchanged, bit for bit                        | S·(1 − 2⁻²²)·unit vector, rounded to float32 |
+| norm above S      | S·(1 − 2⁻²²)·unit vector, rounded to float32  | the same                                     |
+| inf or nan inside | 0                                             | 0                                            |
+| norm ≥ 2¹⁰⁰·S     | 0: the factor would leave float32's range     | as any other: it is scaled in float64        |
+| clip_norm = inf   | unchanged (only without noise: FedAvg)        | refused by the configuration                 |
 """
 
 from __future__ import annotations
@@ -43,3 +43,15 @@ def clip_l2(updates: Tensor, clip_norm: float) -> tuple[Bounded, Tensor]:
     scaled = updates * torch.where(finite, factor, 0.0).to(updates.dtype)[:, None]
     value = torch.where(finite[:, None], scaled, 0.0)  # 0·nan is nan, so the row itself is replaced
     return Bounded(value, clip_norm), norms
+
+
+def normalise_l2(updates: Tensor, clip_norm: float) -> tuple[Bounded, Tensor]:
+    """Scale each row to the norm S, up or down: no client's signal is below S, at the sensitivity of `clip_l2`.
+
+    In float64, since the factor of a tiny row leaves float32's range. Also returns the norms before scaling.
+    """
+    norms = torch.linalg.vector_norm(updates, dim=-1, dtype=torch.float64)
+    usable = torch.isfinite(norms) & (norms > 0)
+    factor = clip_norm * (1 - MARGIN) / torch.where(usable, norms, 1.0)
+    scaled = (updates.double() * factor[:, None]).to(updates.dtype)
+    return Bounded(torch.where(usable[:, None], scaled, 0.0), clip_norm), norms

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedblur.errors import ConfigError, RunError
-from fedblur.registry import convert_part, from_table, part, to_table
+from fedblur.registry import convert_part, from_table, is_a, part, to_table
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,9 @@ class Config:
     delta: float | str = "1/N"  # a number, "1/N" or "N^-1.1"
     accountant: Literal["pld", "rdp"] = "pld"
     clip_norm: float = 0.1  # S
+    bounding: Literal["clip", "normalise"] = "clip"  # to at most S, or to S exactly
+    clipping: Any = part("clipping")  # None: S is constant; "adaptive": S starts at clip_norm
+    mask: Any = part("mask")  # None: all coordinates are sent
     sample_rate: float = 0.1  # p
     sampling: Any = part("sampling", "poisson")
     mechanism: Any = part("mechanism", "gaussian")
@@ -79,8 +82,16 @@ class Config:
             object.__setattr__(self, "epsilon", 2.0)
         _check_privacy(self)
         _check_run(self)
+        if self.voting is not None:
+            _check_voting(self)
+            return
         for method in self.method:
             method.check(self.local)
+
+    @property
+    def voting(self) -> Any:
+        """The voting protocol that this run follows instead of rounds; None for rounds."""
+        return next((method for method in self.method if is_a("voting", method)), None)
 
     def eval_rounds(self) -> int:
         """How many rounds lie between two evaluations."""
@@ -102,9 +113,34 @@ def _check_privacy(config: Config) -> None:
     demand(config.clip_norm > 0, "clip_norm", config.clip_norm, "must be above 0 (inf only without noise)")
     if math.isinf(config.clip_norm) and eps != math.inf and sigma != 0:
         raise ConfigError("clip_norm=inf needs epsilon=inf: without a clip norm no noise protects anyone")
+    _check_bounding(config)
     demand(0 < config.sample_rate <= 1, "sample_rate", config.sample_rate, "must be in (0, 1]")
     if isinstance(config.delta, float):
         demand(0 < config.delta < 1, "delta", config.delta, 'must be in (0, 1), or "1/N", or "N^-1.1"')
+
+
+def _check_bounding(config: Config) -> None:
+    if math.isinf(config.clip_norm):
+        demand(config.bounding == "clip", "bounding", config.bounding, "needs a finite clip_norm to scale updates to")
+        if config.clipping is not None:
+            raise ConfigError("clip_norm=inf leaves clipping='adaptive' no norm to start at; set clip_norm=0.1")
+    if config.mask is not None:
+        config.mask.check(config.server)
+
+
+def _check_voting(config: Config) -> None:
+    name = config.voting.part_name
+    if len(config.method) > 1:
+        raise ConfigError(f"method {name!r} is a protocol of its own: give it alone, without other methods")
+    for key, idle in (("bounding", "clip"), ("clipping", None), ("mask", None)):
+        demand(
+            getattr(config, key) == idle, key, getattr(config, key), f"does not apply to {name}: it sends no updates"
+        )
+    if config.mechanism.part_name != "gaussian":
+        raise ConfigError(
+            f"mechanism={config.mechanism.part_name!r} does not apply to {name}, whose votes get Gaussian noise; "
+            'set mechanism = "gaussian"'
+        )
 
 
 def _check_run(config: Config) -> None:
@@ -130,9 +166,28 @@ def _check_run(config: Config) -> None:
 
 def from_dict(table: Mapping[str, Any]) -> Config:
     """A configuration from plain values, as TOML and JSON give them."""
-    config = from_table(Config, table)
+    config = from_table(Config, _with_reference(table))
     assert isinstance(config, Config)
     return config
+
+
+# Non-private references that separate the losses: none, the clip's, and (any other method) the clip's and the noise's.
+REFERENCES: dict[str, dict[str, float]] = {
+    "fedavg": {"clip_norm": math.inf, "epsilon": math.inf},
+    "clip-only": {"epsilon": math.inf},
+}
+
+
+def _with_reference(table: Mapping[str, Any]) -> dict[str, Any]:
+    """`method = "fedavg"` and `"clip-only"` spelled out; a value that contradicts the name is an error."""
+    name = table.get("method")
+    if not isinstance(name, str) or name not in REFERENCES:
+        return dict(table)
+    for key, value in REFERENCES[name].items():
+        given = table.get(key)
+        if given is not None and given != value:
+            raise ConfigError(f"method={name!r} means {key}={value}, but {key}={given!r} is given; drop one of them")
+    return {**table, **REFERENCES[name], "method": []}
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fedblur.client import Block
-from fedblur.mechanisms.base import Release
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
@@ -23,48 +22,54 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 class Diagnostics:
     """Gathers blocks as they pass by on their way to the mechanism."""
 
+    coordinates: int  # k, how many are sent: d without a mask
+    clip_norm: float  # S of this round
     norms: list[Tensor] = field(default_factory=list)
+    kept_norms: list[Tensor] = field(default_factory=list)  # after the clip
     trained_norms: list[Tensor] = field(default_factory=list)
     clipped_sum: Tensor | None = None
     bias_sum: Tensor | None = None
 
     def observe(self, block: Block) -> None:
         """Look at a block; the sums before clipping are recovered from the clipped rows and their norms."""
-        value, bound = block.bounded.value, block.bounded.l2_bound
-        excess = torch.where(torch.isfinite(block.norms), (block.norms / bound - 1).clamp(min=0), 0.0)
+        value = block.bounded.value[:, : self.coordinates]  # without the bit of adaptive clipping
+        kept = torch.linalg.vector_norm(value, dim=-1, dtype=torch.float64)
+        excess = torch.where(kept > 0, block.norms / kept - 1, 0.0)  # negative where normalising lengthens
         clipped = value.sum(0)
-        bias = excess.to(value.dtype) @ value  # Σ (Δ̂ − clip(Δ̂)) = Σ (‖Δ̂‖/S − 1)·clip(Δ̂)
+        bias = excess.to(value.dtype) @ value  # Σ (Δ̂ − clip(Δ̂)) = Σ (‖Δ̂‖/‖clip(Δ̂)‖ − 1)·clip(Δ̂)
         self.clipped_sum = clipped if self.clipped_sum is None else self.clipped_sum + clipped
         self.bias_sum = bias if self.bias_sum is None else self.bias_sum + bias
         self.norms.append(block.norms)
+        self.kept_norms.append(kept)
         self.trained_norms.append(block.trained_norms.double())
 
-    def report(self, release: Release, expected_cohort: float) -> dict[str, float | list[float] | None]:
+    def report(self, noise_std: float, expected_cohort: float) -> dict[str, float | list[float] | None]:
         """One round's figures; None where an empty cohort leaves nothing to measure."""
         norms = torch.cat(self.norms).cpu() if self.norms else torch.empty(0, dtype=torch.float64)
         trained = torch.cat(self.trained_norms).cpu() if self.norms else norms
+        kept = torch.cat(self.kept_norms).cpu() if self.norms else norms
         finite = torch.isfinite(norms)
-        known, known_trained = norms[finite], trained[finite]
-        clip, noise_std = release.clip_norm, release.noise_std
+        known, known_trained, known_kept = norms[finite], trained[finite], kept[finite]
         figures: dict[str, float | list[float] | None] = {
             "cohort": len(norms),
             "refused": len(norms) - len(known),  # non-finite, counted as zero
-            "noise_norm": noise_std * math.sqrt(release.dimension) / expected_cohort,
-            "noise_error": release.dimension * (noise_std / expected_cohort) ** 2,  # dσ²S²/P̄²
+            "clip_norm": self.clip_norm if math.isfinite(self.clip_norm) else None,  # public
+            "coordinates": self.coordinates,  # public
+            "noise_norm": noise_std * math.sqrt(self.coordinates) / expected_cohort,
+            "noise_error": self.coordinates * (noise_std / expected_cohort) ** 2,  # dσ²S²/P̄²
             "noise_error_message": noise_std**2 / max(len(norms), 1),  # σ²S²/|P_t|, Eq. 3
         }
         if not len(known):
             return figures | dict.fromkeys((*_MEASURED, "norm_quantiles", "trained_norm_quantiles"))
         assert self.clipped_sum is not None
         assert self.bias_sum is not None
-        excess = (known - clip).clamp(min=0) if math.isfinite(clip) else torch.zeros_like(known)
         measured = (
-            float((known > clip).double().mean()),
-            float((excess**2).mean()) / release.dimension,  # max(0, ‖Δ‖ − S)²/d, Eq. 3
+            float((known > self.clip_norm).double().mean()),
+            float((known - known_kept).square().mean()) / self.coordinates,  # max(0, ‖Δ‖ − S)²/d, Eq. 3
             float((self.bias_sum.double() / len(known)).square().sum()),
-            float((clip / known).clamp(max=1).mean()),  # ᾱ of the convergence theorem
+            float((known_kept / known).nan_to_num(1.0).mean()),  # ᾱ of the convergence theorem
             float((known / known_trained).nan_to_num(1.0).mean()),  # β: what sparsification leaves of the norm
-            float(self.clipped_sum.double().norm()) / len(known) / clip,  # κ
+            float(self.clipped_sum.double().norm()) / len(known) / self.clip_norm,  # κ
         )
         figures |= dict(zip(_MEASURED, measured, strict=True))
         figures["norm_quantiles"] = torch.quantile(known, torch.tensor(QUANTILES, dtype=torch.float64)).tolist()

@@ -21,24 +21,19 @@ from fedblur.errors import ModelError
 _ELEMENTWISE = {F.dropout, torch.dropout}
 _CHANNELWISE = {F.dropout1d, F.dropout2d, F.dropout3d}
 _REFUSED = {F.alpha_dropout, F.feature_alpha_dropout}
-_MASK32 = 0xFFFFFFFF
 
 
 class SeededDropout(TorchFunctionMode):
     """Within this context dropout is seeded; with `seed=None` it is switched off (scores, evaluation)."""
 
-    def __init__(self, seed: Tensor | None, step: int = 0) -> None:
+    def __init__(self, seed: Tensor | None, step: Tensor | int = 0) -> None:
         super().__init__()
         self.seed = seed
         self.step = step
         self.calls = 0
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Any = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _ELEMENTWISE:
             return self._drop(False, *args, **(kwargs or {}))
@@ -54,16 +49,15 @@ class SeededDropout(TorchFunctionMode):
         if not training or p == 0 or self.seed is None:
             return input
         self.calls += 1
-        salt = (self.step * 0x9E3779B1 + self.calls * 0x85EBCA77) & _MASK32
+        key = _hash32((self.seed + self.step * 0x1E3779B1 + self.calls * 0x05EBCA77).to(torch.int32))
         shape = [*input.shape[:2], *[1] * (input.dim() - 2)] if channels else input.shape
-        index = torch.arange(math.prod(shape), device=input.device).view(shape)
-        bits = _hash32(_hash32((self.seed ^ salt) & _MASK32) + index)
-        return input * (bits >= int(p * 2**32)) / (1 - p)
+        index = torch.arange(math.prod(shape), device=input.device, dtype=torch.int32).view(shape)
+        bits = _hash32(key + index) & 0x7FFFFFFF
+        return input * (bits >= int(p * 2**31)) / (1 - p)
 
 
 def _hash32(value: Tensor) -> Tensor:
-    """A 32-bit integer mixer (xor-shift and multiply, constants of the murmur3 finaliser) on int64 tensors."""
-    value = value & _MASK32
-    value = ((value ^ (value >> 16)) * 0x85EBCA6B) & _MASK32
-    value = ((value ^ (value >> 13)) * 0xC2B2AE35) & _MASK32
-    return value ^ (value >> 16)
+    """A 32-bit integer mixer (constants of the murmur3 finaliser) on int32, whose products wrap on every device."""
+    value = (value ^ ((value >> 16) & 0xFFFF)) * -0x7A143595
+    value = (value ^ ((value >> 13) & 0x7FFFF)) * -0x3D4D51CB
+    return value ^ ((value >> 16) & 0xFFFF)

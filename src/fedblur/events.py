@@ -50,6 +50,75 @@ class Gaussian(Event):
             raise PrivacyError(f"noise_multiplier={self.noise_multiplier} must be 0 or more and finite")
 
 
+@event_kind("votes")
+@dataclass(frozen=True)
+class Votes(Event):
+    """Labels by noisy plurality: `queries` of them, perhaps after `checks` of whether voters agree.
+
+    One client moves the counts of a query, and the largest of them, by at most 1 in l2 norm. So all of it is one
+    Gaussian mechanism, with 1/σ² = queries/noise_std² + checks/check_noise_std².
+    """
+
+    queries: int  # Q_v, answers at most
+    noise_std: float  # σ_v, in votes
+    checks: int
+    check_noise_std: float  # σ₁, in votes
+
+    def __post_init__(self) -> None:
+        if self.queries < 1 or self.checks < 0:
+            raise PrivacyError(f"queries={self.queries} must be 1 or more and checks={self.checks} 0 or more")
+        if not (0 <= self.noise_std < math.inf and 0 <= self.check_noise_std < math.inf):
+            raise PrivacyError(f"noise_std={self.noise_std}, {self.check_noise_std} must be 0 or more and finite")
+
+    @property
+    def noise_multiplier(self) -> float:
+        """σ of the Gaussian mechanism that this is: noise over sensitivity, √Q of it for Q answers."""
+        if self.noise_std == 0 or (self.checks and self.check_noise_std == 0):
+            return 0.0
+        checks = self.checks / self.check_noise_std**2 if self.checks else 0.0
+        return 1 / math.sqrt(self.queries / self.noise_std**2 + checks)
+
+
+@event_kind("distributed_discrete_gaussian")
+@dataclass(frozen=True)
+class DistributedDiscreteGaussian(Event):
+    """A sum of whole vectors plus discrete Gaussian noise, in one draw or as the sum of clients' shares."""
+
+    noise_std: float  # of the whole noise, in steps of the grid
+    sensitivity: float  # B, the largest l2 norm of a client's vector, in steps
+    dimension: int  # d'
+    shares: int  # how many draws the noise may consist of, at most
+    bound: str  # of Poisson sampling: "tight" or "general"
+
+    def __post_init__(self) -> None:
+        _check_discrete(self.noise_std, self.sensitivity, self.dimension, self.bound)
+        if self.shares < 1:
+            raise PrivacyError(f"shares={self.shares} must be 1 or more")
+
+
+@event_kind("skellam")
+@dataclass(frozen=True)
+class Skellam(Event):
+    """A sum of whole vectors plus Skellam noise, in however many shares."""
+
+    noise_std: float  # in steps of the grid
+    sensitivity: float  # B
+    dimension: int  # d'
+    bound: str
+
+    def __post_init__(self) -> None:
+        _check_discrete(self.noise_std, self.sensitivity, self.dimension, self.bound)
+
+
+def _check_discrete(noise_std: float, sensitivity: float, dimension: int, bound: str) -> None:
+    if not 0 <= noise_std < math.inf:
+        raise PrivacyError(f"noise_std={noise_std} must be 0 or more and finite")
+    if not 0 < sensitivity < math.inf or dimension < 1:
+        raise PrivacyError(f"sensitivity={sensitivity} and dimension={dimension} must be above 0")
+    if bound not in ("tight", "general"):
+        raise PrivacyError(f'bound={bound!r} must be "tight" or "general"')
+
+
 @event_kind("poisson_sampled")
 @dataclass(frozen=True)
 class PoissonSampled(Event):

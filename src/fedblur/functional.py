@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parameter import is_lazy
 
 from fedblur.errors import ModelError
+from fedblur.kernels.convolution import PerClientConvolutions
 
 Params = dict[str, Tensor]
 Forward = Callable[[Params, Tensor], Tensor]  # parameters, inputs -> logits
@@ -75,14 +76,21 @@ class Layout:
         return groups
 
 
-def as_function(module: nn.Module) -> Forward:
-    """The module as a function of its trainable tensors. It stays in training mode: dropout is ours to switch."""
+def as_function(module: nn.Module, half: bool = False) -> Forward:
+    """The module as a function of its trainable tensors. It stays in training mode: dropout is ours to switch.
+
+    `half`: compute in bfloat16 (weights and sums stay float32), with per-client convolution kernels.
+    """
 
     def forward(theta: Params, x: Tensor) -> Tensor:
         logits: Tensor = functional_call(module, theta, (x,))
         return logits
 
-    return forward
+    def half_forward(theta: Params, x: Tensor) -> Tensor:
+        with PerClientConvolutions():
+            return forward({name: tensor.bfloat16() for name, tensor in theta.items()}, x.bfloat16()).float()
+
+    return half_forward if half else forward
 
 
 def initial_vector(module: nn.Module) -> Tensor:

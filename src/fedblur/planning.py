@@ -13,7 +13,10 @@ from typing import Any, get_args
 
 from fedblur.accounting import Accountant, PrivacyPlan, adjacency, epsilon, make_plan
 from fedblur.errors import ConfigError, PrivacyError
-from fedblur.registry import build
+from fedblur.mechanisms import Mechanism
+from fedblur.mechanisms.base import Conditions
+from fedblur.registry import build, describe
+from fedblur.sampling import Sampler
 
 PAPER_CNN = 1_018_174  # d of the paper's convolutional network for 28×28 images and 62 classes
 ACCOUNTANTS: tuple[Accountant, ...] = get_args(Accountant)
@@ -32,6 +35,7 @@ class Setting:
     sampling: str = "poisson"
     parameters: int = PAPER_CNN  # d
     clip_norm: float = 0.1  # S
+    mechanism: Any = "gaussian"  # a name, a table with settings, or a part
 
     def __post_init__(self) -> None:
         if (self.epsilon is None) == (self.noise_multiplier is None):
@@ -43,6 +47,7 @@ class Setting:
                 raise ConfigError(f"{name}={value} must be 1 or more")
         if not 0 < self.clip_norm < math.inf:
             raise ConfigError(f"clip_norm={self.clip_norm} must be above 0")
+        object.__setattr__(self, "mechanism", build("mechanism", self.mechanism))
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,7 @@ class Outlook:
             "delta": plan.delta,
             "sampling": setting.sampling,
             "adjacency": adjacency(plan.event()),
+            "mechanism": describe(setting.mechanism),
             "parameters": setting.parameters,
             "clip_norm": setting.clip_norm,
             "noise_multiplier": {name: p and p.noise_multiplier for name, p in known.items()},
@@ -111,6 +117,7 @@ def outlook(setting: Setting) -> Outlook:
     plan = next(iter(plans.values()))
     advice = (
         expectation(signal_to_noise(plan, setting.parameters)),
+        *mechanism_of(setting, plan.sampler).notes(plan.noise_multiplier),
         *_help(setting, plan),
         *_warnings(setting, plan),
     )
@@ -119,15 +126,23 @@ def outlook(setting: Setting) -> Outlook:
 
 def plan_of(setting: Setting, accountant: Accountant) -> PrivacyPlan:
     """The plan of a setting under one accountant."""
+    sampler = build("sampling", setting.sampling).sampler(setting.clients, setting.sample_rate)
     return make_plan(
-        build("sampling", setting.sampling).sampler(setting.clients, setting.sample_rate),
-        build("mechanism", "gaussian"),
+        sampler,
+        mechanism_of(setting, sampler),
         rounds=setting.rounds,
         delta=setting.delta,
         accountant=accountant,
         epsilon=setting.epsilon,
         noise_multiplier=setting.noise_multiplier,
     )
+
+
+def mechanism_of(setting: Setting, sampler: Sampler) -> Mechanism:
+    """The setting's mechanism, for all of the model's parameters."""
+    conditions = Conditions(setting.parameters, setting.clip_norm, sampler.expected_cohort, sampler.clients)
+    mechanism: Mechanism = setting.mechanism.bind(conditions)
+    return mechanism
 
 
 def expectation(ratio: float) -> str:

@@ -23,7 +23,10 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from fedblur.errors import ConfigError, nearest
 
-Kind = Literal["dataset", "partition", "model", "method", "mechanism", "sampling", "server", "averaging"]
+Kind = Literal[
+    "dataset", "partition", "model", "method", "mechanism", "sampling", "server", "averaging", "clipping", "mask",
+    "voting",
+]  # fmt: skip
 KINDS: tuple[str, ...] = get_args(Kind)
 _HOMES = {
     "dataset": "fedblur.data",
@@ -34,7 +37,11 @@ _HOMES = {
     "sampling": "fedblur.sampling",
     "server": "fedblur.server",
     "averaging": "fedblur.server",
+    "clipping": "fedblur.adaptive",
+    "mask": "fedblur.masks",
+    "voting": "fedblur.voting",
 }
+_ALSO: dict[str, Kind] = {"method": "voting"}  # a protocol of its own is chosen where methods are
 _PARTS: dict[str, dict[str, type]] = {kind: {} for kind in KINDS}
 T = TypeVar("T", bound=type)
 
@@ -73,7 +80,7 @@ def parts(kind: Kind) -> Mapping[str, type]:
 
 def build(kind: Kind, value: Any) -> Any:
     """A part from `"name"` or `{name = "...", setting = ...}`; an instance passes unchanged."""
-    known = parts(kind)
+    known = {**parts(kind), **(parts(_ALSO[kind]) if kind in _ALSO else {})}
     if isinstance(value, tuple(known.values())):
         return value
     table = {"name": value} if isinstance(value, str) else value
@@ -83,6 +90,11 @@ def build(kind: Kind, value: Any) -> Any:
     if name not in known:
         raise ConfigError(f"{kind} {name!r} is unknown: {nearest(name, known)}")
     return from_table(known[name], {k: v for k, v in table.items() if k != "name"}, f"{kind}.{name}.")
+
+
+def is_a(kind: Kind, value: Any) -> bool:
+    """Whether a part is of this kind."""
+    return isinstance(value, tuple(parts(kind).values()))
 
 
 def example(kind: Kind) -> str:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from fedblur.accounting import PrivacyPlan
+from fedblur.adaptive import Adaptive
+from fedblur.bounding import Bounding, Message
 from fedblur.client import Block, ClientJob
 from fedblur.clipping import Bounded
 from fedblur.config import LocalTraining
@@ -22,6 +24,7 @@ from fedblur.diagnostics import Diagnostics
 from fedblur.engines import Engine
 from fedblur.functional import Forward, Layout
 from fedblur.ledger import Ledger
+from fedblur.masks import Mask
 from fedblur.mechanisms import Mechanism
 from fedblur.mechanisms.base import Release
 from fedblur.methods import Method
@@ -43,7 +46,10 @@ class Protocol:
     layout: Layout
     local: LocalTraining
     methods: tuple[Method, ...]
-    clip_norm: float
+    clip_norm: float  # S, or where adaptive clipping starts
+    bounding: Bounding = "clip"
+    clipping: Adaptive | None = None
+    mask: Mask | None = None
 
 
 @dataclass(frozen=True)
@@ -62,24 +68,38 @@ def run_round(protocol: Protocol, state: ServerState, rng: Rng) -> RoundResult:
 
     cohort = plan.sampler.cohort(rng.child("cohort"))  # P_t: private, it stays here
     job = _job(protocol, state)
-    release = Release(protocol.layout.total, protocol.clip_norm, plan.noise_multiplier, len(cohort), state.theta.device)
-    diagnostics = Diagnostics()
+    width, bound = job.message.width(protocol.layout.total), job.message.l2_bound(job.clip_norm)
+    release = Release(width, bound, plan.noise_multiplier, len(cohort), state.theta.device, round_)
+    diagnostics = Diagnostics(job.message.vector_width(protocol.layout.total), job.clip_norm)
     blocks = _observed(protocol.engine.map_clients(job, cohort, rng), diagnostics)
     total = protocol.mechanism.accumulate(blocks, release, rng)
     noisy = protocol.mechanism.release(total, release, rng)
 
     protocol.ledger.spend(round_, event, replay=not rng.private)  # on disk before anything leaves (invariant 6)
-    mean = noisy / plan.expected_cohort  # the constant pN, never len(cohort) (invariant 3)
+    update, bits = job.message.decode(noisy, protocol.layout.total)
+    mean = update / plan.expected_cohort  # the constant pN, never len(cohort) (invariant 3)
     noise_std = release.noise_std / plan.expected_cohort
     state = protocol.server.step(state, mean, round_=state.round, rounds=plan.rounds, noise_std=noise_std)
     if protocol.averaging is not None:
         state = protocol.averaging.update(state, round_=state.round - 1, rounds=plan.rounds)
-    return RoundResult(state, diagnostics.report(release, plan.expected_cohort))
+    if protocol.clipping is not None:
+        state = protocol.clipping.update(state, bits, plan.expected_cohort, protocol.clip_norm)
+    return RoundResult(state, diagnostics.report(release.noise_std, plan.expected_cohort))
 
 
 def _job(protocol: Protocol, state: ServerState) -> ClientJob:
-    start = protocol.layout.unflatten(state.theta)
-    return ClientJob(protocol.forward, protocol.layout, start, protocol.local, protocol.methods, protocol.clip_norm)
+    """What clients are asked to do: the model, and this round's clip norm and support."""
+    start, clip_norm = protocol.layout.unflatten(state.theta), protocol.clip_norm
+    support, bit_weight = None, 0.0
+    if protocol.mask is not None:
+        support = protocol.mask.support(state)
+    if protocol.clipping is not None:
+        clip_norm = protocol.clipping.clip_norm(state, protocol.clip_norm)
+        bit_weight = protocol.clipping.bit_weight(
+            clip_norm, protocol.plan.noise_multiplier, protocol.plan.expected_cohort
+        )
+    message = Message(protocol.bounding, support, bit_weight)
+    return ClientJob(protocol.forward, protocol.layout, start, protocol.local, protocol.methods, clip_norm, message)
 
 
 def _observed(blocks: Iterator[Block], diagnostics: Diagnostics) -> Iterator[Bounded]:

@@ -2,7 +2,7 @@
 
 In: the noisy sum divided by the constant pN, `mean_update` [d]. Out: a new ServerState; inputs are not
 changed. Rounds count from 0. All that an optimiser or an average remembers lies in `ServerState.buffers`,
-under names that start with "server." or "averaging.", so that one flat dict of tensors is the whole
+under names that start with "server.", "averaging." or "clipping.", so that one flat dict of tensors is the whole
 checkpoint.
 
     state = averaging.init(server.init(theta))
@@ -31,7 +31,7 @@ class ServerState:
     """All that the server carries from round to round."""
 
     theta: Tensor  # [d]
-    buffers: dict[str, Tensor]  # each [d]
+    buffers: dict[str, Tensor]  # each [d]; the clip norm of adaptive clipping is a scalar
     round: int  # rounds done, and so the number of the next one
 
     def tensors(self) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +18,14 @@ from fedblur.engines.local import EngineName
 from fedblur.errors import ConfigError
 from fedblur.functional import Layout, as_function, check_model, initial_vector
 from fedblur.ledger import Budget, Ledger
+from fedblur.mechanisms import Mechanism
+from fedblur.mechanisms.base import Conditions
 from fedblur.models import make_model
 from fedblur.rng import Rng, make_rng
 from fedblur.round import Protocol
+from fedblur.sampling import Sampler
+
+Precision = Literal["auto", "bf16", "fp32"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,12 @@ class Machine:
     device: str = "auto"
     engine: EngineName = "auto"
     data_dir: Path | None = None
+    precision: Precision = "auto"
+
+    def half(self, device: torch.device) -> bool:
+        """Whether to compute in bfloat16 (weights, updates and sums stay float32): on GPUs that have it."""
+        able = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        return self.precision == "bf16" or (self.precision == "auto" and able)
 
     def torch_device(self) -> torch.device:
         if self.device == "auto":
@@ -53,6 +65,7 @@ class Setup:
     protocol: Protocol
     rng: Rng
     held_out: Samples  # what accuracy is measured on: validation clients or test data, never both
+    machine: str  # where and how it computes, in words
 
 
 def prepare(
@@ -71,21 +84,29 @@ def prepare(
     check_model(module, shape, classes)
     layout, initial = Layout.of(module), initial_vector(module)
     module = module.to(device).train()
-    plan = plan_for(config, data.train.clients)
+    plan = plan_for(config, data.train.clients, layout.total)
+    if config.clipping is not None:
+        config.clipping.vector_multiplier(plan.noise_multiplier, plan.expected_cohort)  # refuses before a round
     protocol = Protocol(
         plan=plan,
-        engine=choose_engine(data.train, module, layout.total, device, machine.engine),
-        mechanism=config.mechanism,
+        engine=choose_engine(
+            data.train, module, layout.total, device, machine.engine, config.rounds * config.local.steps
+        ),
+        mechanism=mechanism_for(config, plan.sampler, layout.total),
         server=config.server,
         averaging=config.averaging,
         ledger=Ledger(ledger, Budget(plan.epsilon_target, plan.delta, config.accountant, config.rounds)),
-        forward=as_function(module),
+        forward=as_function(module, machine.half(device)),
         layout=layout,
         local=config.local,
         methods=config.method,
         clip_norm=config.clip_norm,
+        bounding=config.bounding,
+        clipping=config.clipping,
+        mask=config.mask,
     )
-    return Setup(config, data, module, initial.to(device), protocol, rng, _held_out(config, data))
+    words = f"{protocol.engine}, {'bf16' if machine.half(device) else 'fp32'}"
+    return Setup(config, data, module, initial.to(device), protocol, rng, held_out(config, data), words)
 
 
 def load(config: Config, machine: Machine) -> Federation:
@@ -100,11 +121,12 @@ def load(config: Config, machine: Machine) -> Federation:
     )
 
 
-def plan_for(config: Config, clients: int) -> PrivacyPlan:
-    """The privacy plan of a configuration over N clients, with σ calibrated where ε is given."""
+def plan_for(config: Config, clients: int, parameters: int) -> PrivacyPlan:
+    """The privacy plan of a configuration over N clients and d parameters, with σ calibrated where ε is given."""
+    sampler = config.sampling.sampler(clients, config.sample_rate)
     return make_plan(
-        config.sampling.sampler(clients, config.sample_rate),
-        config.mechanism,
+        sampler,
+        mechanism_for(config, sampler, parameters),
         rounds=config.rounds,
         delta=config.delta,
         accountant=config.accountant,
@@ -113,7 +135,17 @@ def plan_for(config: Config, clients: int) -> PrivacyPlan:
     )
 
 
-def _held_out(config: Config, data: Federation) -> Samples:
+def mechanism_for(config: Config, sampler: Sampler, parameters: int) -> Mechanism:
+    """The configuration's mechanism for messages of the width that this run's clients send."""
+    width = parameters if config.mask is None else config.mask.kept(parameters)
+    width += config.clipping is not None  # the bit of adaptive clipping
+    conditions = Conditions(width, config.clip_norm, sampler.expected_cohort, sampler.clients)
+    mechanism: Mechanism = config.mechanism.bind(conditions)
+    return mechanism
+
+
+def held_out(config: Config, data: Federation) -> Samples:
+    """What accuracy is measured on: test data or validation clients, never both."""
     if config.evaluate == "test":
         return data.test
     if data.validation is None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import platform
-from importlib.metadata import version
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from fedblur.accounting import adjacency
+from fedblur.accounting import PrivacyPlan, adjacency
 from fedblur.config import canonical
 from fedblur.planning import signal_to_noise
 from fedblur.registry import describe
+from fedblur.round import Protocol
 from fedblur.server import ServerState
 from fedblur.setup import Setup
+from fedblur.version import version
 
 SEEDED = "NOT PRIVATE: seeded"
 NOISELESS = "NOT PRIVATE: no noise"
+UNBOUNDED = "NOT PRIVATE: no noise and no clip norm"
 
 
 def summarise(
@@ -39,20 +43,23 @@ def summarise(
         "data_note": setup.federation.note,
         "clients": setup.federation.train.clients,
         "parameters": setup.protocol.layout.total,
-        "privacy": privacy_statement(setup),
+        "sent_coordinates": sent_coordinates(setup.protocol),
+        "privacy": privacy_statement(setup, state),
         "local_only": {"clipped_share": sum(clipped) / len(clipped) if clipped else None},
         "seconds": round(sum(row["seconds"] for row in rows), 2),
-        "versions": {
-            "fedblur": version("fedblur"),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "machine": setup.machine,
+        "versions": versions(),
     }
 
 
-def privacy_statement(setup: Setup) -> dict[str, Any]:
+def versions() -> dict[str, str]:
+    """What a run was computed with."""
+    return {"fedblur": version(), "torch": torch.__version__, "python": platform.python_version()}
+
+
+def privacy_statement(setup: Setup, state: ServerState) -> dict[str, Any]:
     """Invariant 10: every result states all of this."""
-    config, plan = setup.config, setup.protocol.plan
+    config, protocol, plan = setup.config, setup.protocol, setup.protocol.plan
     spends = len(setup.protocol.ledger.spends())
     return {
         "warning": warning(setup),
@@ -64,17 +71,49 @@ def privacy_statement(setup: Setup) -> dict[str, Any]:
         "sampling": plan.sampler.description,
         "mechanism": canonical(describe(config.mechanism)),
         "noise_multiplier": plan.noise_multiplier,
-        "clip_norm": config.clip_norm,
+        "clip_norm": clip_norm_now(protocol, state),
+        "clipping": clipping_statement(protocol),
+        "support": "all coordinates" if protocol.mask is None else f"public mask {canonical(describe(protocol.mask))}",
         "expected_cohort": plan.expected_cohort,
         "releases": spends,
         "trust_model": config.mechanism.trust,
         "tuning": f"settings chosen before this run are not accounted; accuracy was measured on {config.evaluate} data",
-        "signal_to_noise": signal_to_noise(plan, setup.protocol.layout.total),
+        "signal_to_noise": signal_to_noise(vector_plan(protocol), sent_coordinates(protocol)),
     }
+
+
+def clipping_statement(protocol: Protocol) -> str:
+    """How updates are bounded, and by what."""
+    how = {"clip": "clipped to at most clip_norm", "normalise": "scaled to clip_norm exactly"}[protocol.bounding]
+    if protocol.clipping is None:
+        return how
+    rule = canonical(describe(protocol.clipping))
+    return f"{how}, which started at {protocol.clip_norm:g} and adapts within the same releases: {rule}"
+
+
+def clip_norm_now(protocol: Protocol, state: ServerState) -> float:
+    """S, or where adaptive clipping has taken it."""
+    adaptive = protocol.clipping
+    return protocol.clip_norm if adaptive is None else adaptive.clip_norm(state, protocol.clip_norm)
+
+
+def sent_coordinates(protocol: Protocol) -> int:
+    """k: how many coordinates a round's release has."""
+    total = protocol.layout.total
+    return total if protocol.mask is None else protocol.mask.kept(total)
+
+
+def vector_plan(protocol: Protocol) -> PrivacyPlan:
+    """The plan with the noise that the model's update gets: a little more where a noisy bit count rides along."""
+    plan = protocol.plan
+    if protocol.clipping is None:
+        return plan
+    sigma = protocol.clipping.vector_multiplier(plan.noise_multiplier, plan.expected_cohort)
+    return replace(plan, noise_multiplier=sigma)
 
 
 def warning(setup: Setup) -> str | None:
     """Why this run protects nobody, where that is so."""
     if setup.protocol.plan.noise_multiplier == 0:
-        return NOISELESS
+        return NOISELESS if math.isfinite(setup.config.clip_norm) else UNBOUNDED
     return None if setup.rng.private else SEEDED

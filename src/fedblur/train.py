@@ -66,6 +66,10 @@ def train(
     folder = RunFolder(Path(out) if out is not None else default_folder(config))
     resolved = _resolved(config, federation, module)
     folder.begin(resolved)
+    if config.voting is not None:
+        from fedblur.voting.protocol import run_election  # which imports this file
+
+        return run_election(config, folder, resolved, machine or Machine(), federation, module, watch, new=True)
     try:
         setup = prepare(config, folder.ledger, machine or Machine(), federation, module)
     except BaseException:
@@ -100,6 +104,10 @@ def resume(
     for note in notes:
         tell(note)
     config = from_dict({key: value for key, value in resolved.items() if key != "own"})
+    if config.voting is not None:
+        from fedblur.voting.protocol import run_election  # which imports this file
+
+        return run_election(config, folder, resolved, machine or Machine(), federation, module, watch, new=False)
     setup = prepare(config, folder.ledger, machine or Machine(), federation, module)
     device = setup.initial.device
     tensors = {name: tensor.to(device) for name, tensor in checkpoint.tensors.items()}

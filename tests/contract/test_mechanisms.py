@@ -1,13 +1,14 @@
 """Contracts of every mechanism that is registered: dense noise of the promised size, an event that is accounted."""
 
+import json
 import math
 
 import pytest
 import torch
 
-from fedblur import accounting
+from fedblur import accounting, events
 from fedblur.clipping import clip_l2
-from fedblur.mechanisms.base import Release
+from fedblur.mechanisms.base import Conditions, Release
 from fedblur.registry import parts
 from fedblur.rng import Seeded
 from tests.worlds import CPU
@@ -18,8 +19,13 @@ def mechanism(request):
     return parts("mechanism")[request.param]()
 
 
+def bound(mechanism, dimension: int, cohort: int):
+    return mechanism.bind(Conditions(dimension, 0.5, cohort, cohort))
+
+
 def release_once(mechanism, rows: torch.Tensor, sigma: float, seed: int = 0) -> torch.Tensor:
     request = Release(rows.shape[1], 0.5, sigma, len(rows), CPU)
+    mechanism = bound(mechanism, rows.shape[1], len(rows))
     rng = Seeded.root(seed)
     total = mechanism.accumulate([clip_l2(rows, 0.5)[0]], request, rng)
     return mechanism.release(total, request, rng)
@@ -37,10 +43,32 @@ def test_mechanism__the_sum_is_unbiased(mechanism) -> None:
     assert float((mean - rows.double().sum(0)).abs().max()) < 5 * 0.5 / math.sqrt(400)
 
 
+def test_mechanism__partial_sums_of_two_processes_add_up(mechanism) -> None:
+    rows = 0.01 * torch.randn(8, 500, generator=torch.Generator().manual_seed(0))
+    request, rng, mechanism = Release(500, 0.5, 0.0, 8, CPU), Seeded.root(0), bound(mechanism, 500, 8)
+    halves = [
+        mechanism.accumulate([clip_l2(part, 0.5)[0]], request, rng.child(i)) for i, part in enumerate(rows.split(4))
+    ]
+    result = mechanism.release(halves[0] + halves[1], request, rng)
+    torch.testing.assert_close(result, rows.sum(0), rtol=0, atol=1e-3)
+
+
 def test_mechanism__its_event_is_accounted_and_more_noise_costs_less(mechanism) -> None:
+    mechanism = bound(mechanism, 500, 9)
     weak, strong = (accounting.epsilon(mechanism.event(sigma), 10, 1e-5, "rdp") for sigma in (1.0, 4.0))
     assert 0 < strong < weak < math.inf
 
 
+def test_mechanism__its_event_survives_the_ledger_and_no_noise_is_no_privacy(mechanism) -> None:
+    mechanism = bound(mechanism, 500, 9)
+    event = mechanism.event(1.3)
+    assert events.from_json(json.loads(json.dumps(events.to_json(event)))) == event
+    assert accounting.epsilon(mechanism.event(0.0), 1, 1e-5, "rdp") == math.inf
+
+
 def test_mechanism__says_whom_to_trust(mechanism) -> None:
     assert len(mechanism.trust) > 20
+
+
+def test_mechanism__notes_are_lines(mechanism) -> None:
+    assert all("\n" not in note for note in bound(mechanism, 500, 9).notes(1.0))

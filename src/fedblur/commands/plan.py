@@ -32,12 +32,15 @@ def plan(
     shape: Annotated[str | None, typer.Option(help="Of one sample, for --model: 1,28,28.")] = None,
     classes: Annotated[int | None, typer.Option(help="For --model.")] = None,
     clip_norm: Annotated[float, typer.Option(help="S; it scales the noise, not the signal-to-noise ratio.")] = 0.1,
+    mechanism: Annotated[str, typer.Option(help="gaussian, ddgauss or skellam.")] = "gaussian",
+    bits: Annotated[int | None, typer.Option(help="Of a discrete mechanism: sums are modulo 2^bits.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw epsilon over rounds and R over sample rates.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Find the noise for an epsilon, or the epsilon of a noise, and what to expect. No data are needed."""
     size = model_size(model, shape, classes, parameters)
-    setting = Setting(clients, sample_rate, rounds, epsilon, noise_multiplier, delta, sampling, size, clip_norm)
+    noise = {"name": mechanism} | ({} if bits is None else {"bits": bits})
+    setting = Setting(clients, sample_rate, rounds, epsilon, noise_multiplier, delta, sampling, size, clip_norm, noise)
     answer = outlook(setting)
     if plot is not None:
         from fedblur.report.plan_plot import plot_outlook  # matplotlib is slow to import
@@ -73,7 +76,8 @@ def show(answer: Outlook, console: Console) -> None:
     cohort = f"{plan.expected_cohort:,.5g} ± {plan.sampler.cohort_spread:.3g} clients a round"
     console.print(f"{plan.sampler.description}: {cohort}", highlight=False)
     console.print(f"{setting.rounds:,} rounds, δ = {plan.delta:.3g}, {adjacency(plan.event())}", highlight=False)
-    console.print(f"{setting.parameters:,} parameters, clip norm S = {setting.clip_norm:g}", highlight=False)
+    name = setting.mechanism.part_name
+    console.print(f"{setting.parameters:,} parameters, S = {setting.clip_norm:g}, {name} noise", highlight=False)
     console.print(_accountants(answer))
     for line in answer.advice:
         console.print(f"• {line}", highlight=False, markup=False, soft_wrap=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_args
 
 import typer
 from rich.console import Console
@@ -14,13 +14,16 @@ from fedblur.engines.local import EngineName
 from fedblur.errors import ConfigError
 from fedblur.report.progress import RunProgress
 from fedblur.report.text import print_summary
-from fedblur.setup import Machine
+from fedblur.setup import Machine, Precision
 from fedblur.train import Run, default_folder, train
 from fedblur.train import resume as resume_run
 
 DataDir = Annotated[Path | None, typer.Option(help="Folder with data sets in the hub's layout.", envvar="FEDBLUR_DATA")]
 Device = Annotated[str, typer.Option(help='Where to compute: "auto", "cpu", "cuda", "cuda:1".')]
 EngineOption = Annotated[str, typer.Option(help='"auto", "vectorised" (blocks of clients) or "sequential".')]
+PrecisionOption = Annotated[
+    str, typer.Option("--precision", help='"auto" (bf16 on a GPU that has it), "bf16", "fp32".')
+]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Any other setting: clip_norm=0.3, method.blur.strength=0.8."),
@@ -33,7 +36,10 @@ def run(
     config: Annotated[Path | None, typer.Argument(help="A TOML file; without one, digits with the defaults.")] = None,
     dataset: Annotated[str | None, typer.Option(help="digits, synthetic, femnist, emnist, cifar10, mnist.")] = None,
     model: Annotated[str | None, typer.Option(help="logistic, mlp, cnn, gn_cnn, resnet18.")] = None,
-    method: Annotated[str | None, typer.Option(help='dp-fedavg, blur, lus, prox; join with +: "blur+lus".')] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(help='blur, lus, prox, sam, "blur+lus"; ae-dpfl, knn-dpfl; dp-fedavg, fedavg, clip-only.'),
+    ] = None,
     epsilon: Annotated[float | None, typer.Option(help="Privacy target; the noise follows. inf: no noise.")] = None,
     delta: Annotated[str | None, typer.Option(help='A number, "1/N" or "N^-1.1".')] = None,
     rounds: Annotated[int | None, typer.Option(help="T, rounds of training.")] = None,
@@ -47,6 +53,7 @@ def run(
     data_dir: DataDir = None,
     device: Device = "auto",
     engine: EngineOption = "auto",
+    precision: PrecisionOption = "auto",
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -65,7 +72,7 @@ def run(
     resolved = from_dict(apply_overrides(table, set_ or []))
     folder = out or default_folder(resolved)
     with RunProgress(resolved.rounds, quiet or json_) as progress:
-        done = train(resolved, out=folder, machine=make_machine(device, engine, data_dir), watch=progress)
+        done = train(resolved, out=folder, machine=make_machine(device, engine, data_dir, precision), watch=progress)
     _show(done, json_)
 
 
@@ -74,13 +81,14 @@ def resume(
     data_dir: DataDir = None,
     device: Device = "auto",
     engine: EngineOption = "auto",
+    precision: PrecisionOption = "auto",
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Go on with a run that was stopped or killed, from its last whole checkpoint."""
     tell = Console(stderr=True).print
     with RunProgress(None, quiet or json_) as progress:
-        done = resume_run(path, machine=make_machine(device, engine, data_dir), watch=progress, tell=tell)
+        done = resume_run(path, machine=make_machine(device, engine, data_dir, precision), watch=progress, tell=tell)
     _show(done, json_)
 
 
@@ -97,12 +105,12 @@ def _read(path: Path | None) -> dict[str, Any]:
     return table
 
 
-def make_machine(device: str, engine: str, data_dir: Path | None) -> Machine:
+def make_machine(device: str, engine: str, data_dir: Path | None, precision: str = "auto") -> Machine:
     """Where to compute, from the flags of a command."""
-    names: dict[str, EngineName] = {"auto": "auto", "vectorised": "vectorised", "sequential": "sequential"}
-    if engine not in names:
-        raise ConfigError(f"engine={engine!r} must be one of {', '.join(names)}")
-    return Machine(device, names[engine], data_dir)
+    for name, value, known in (("engine", engine, get_args(EngineName)), ("precision", precision, get_args(Precision))):
+        if value not in known:
+            raise ConfigError(f"{name}={value!r} must be one of {', '.join(known)}")
+    return Machine(device, cast(EngineName, engine), data_dir, cast(Precision, precision))
 
 
 def _show(done: Run, as_json: bool) -> None:

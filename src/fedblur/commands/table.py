@@ -10,11 +10,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from fedblur.commands.run import DataDir, Device, EngineOption, Json, Quiet, make_machine
+from fedblur.commands.run import DataDir, Device, EngineOption, Json, PrecisionOption, Quiet, make_machine
 from fedblur.config import canonical
 from fedblur.experiments import Cell, aggregate, read_spec, run_table
 from fedblur.report.progress import RunProgress
 from fedblur.report.table import render
+from fedblur.summary import SEEDED
+
+SEEDS = " (seeds make a table reproducible; leave the seed out to protect people)."
 
 
 def table(
@@ -23,6 +26,7 @@ def table(
     data_dir: DataDir = None,
     device: Device = "auto",
     engine: EngineOption = "auto",
+    precision: PrecisionOption = "auto",
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -35,7 +39,7 @@ def table(
     folder = out or Path("runs") / path.stem
     console = Console(stderr=True)
     with TableProgress(len(spec.cells), quiet or json_, console) as progress:
-        results = run_table(spec, folder, make_machine(device, engine, data_dir), progress.cell)
+        results = run_table(spec, folder, make_machine(device, engine, data_dir, precision), progress.cell)
     lines = aggregate(spec, results)
     if json_:
         typer.echo(json.dumps(json.loads(canonical({"title": spec.title, "lines": [asdict(line) for line in lines]}))))
@@ -86,8 +90,5 @@ def _footer(results: dict[str, dict[str, Any]], note: str) -> list[str]:
         f"Trust: {privacy['trust_model']}. {privacy['tuning']}.",
         *notes,
         *([note] if note else []),
-        *(
-            f"{warning} (seeds make a table reproducible; leave the seed out to protect people)."
-            for warning in warnings
-        ),
+        *(f"{warning}{SEEDS if warning == SEEDED else '.'}" for warning in warnings),
     ]

@@ -1,57 +1,115 @@
 """One device: a block of clients at once under `vmap`, or one client after another.
 
-Which is faster depends on the model: dense models gain 20-fold from `vmap` on a CPU, convolutions lose
-(PERFORMANCE.md of the project's notes: 0.06 against 1.5 times the plain loop), so convolutions on a CPU run in a loop.
+Blocks are as large as memory allows: when it runs out, the block is halved and the work goes on. On a GPU a block is
+filled up with empty clients to a multiple of a few, so that compiled code meets few different sizes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from fedblur.batches import plan_work
 from fedblur.client import Block, ClientJob, train_block
+from fedblur.clipping import Bounded
 from fedblur.data.population import Population, Shard
 from fedblur.rng import Rng
 
 EngineName = Literal["auto", "vectorised", "sequential"]
 _SMALL = 50_000  # parameters
-_BLOCK_BYTES = 512 * 2**20  # weights, gradients and temporaries of a block
+_CPU_BYTES = 512 * 2**20  # weights, gradients and temporaries of a block on a CPU
 
 
-@dataclass(frozen=True)
 class LocalEngine:
     """Clients simulated on one device."""
 
-    population: Population
-    device: torch.device
-    vectorise: bool
-    block_size: int
+    def __init__(
+        self,
+        population: Population,
+        device: torch.device,
+        vectorise: bool,
+        block_size: int,
+        compiled: bool = False,
+        multiple: int = 1,
+    ) -> None:
+        self.population = population
+        self.device = device
+        self.vectorise = vectorise
+        self.block_size = block_size
+        self.compiled = compiled
+        self.multiple = multiple
+
+    def __repr__(self) -> str:
+        how = "vectorised" if self.vectorise else "sequential"
+        return (
+            f"{how}{', compiled' if self.compiled else ''}, blocks of up to {self.block_size} clients on {self.device}"
+        )
 
     def map_clients(self, job: ClientJob, ids: Tensor, rng: Rng) -> Iterator[Block]:
         if not len(ids):
             return
         shard = self.population.fetch(ids)
-        order = torch.argsort(shard.sizes, stable=True)  # clients of like size share a block: less padding
-        for chosen in torch.split(order, self.block_size):
-            part = Shard(shard.x, shard.y, shard.starts[chosen], shard.sizes[chosen])
-            work = plan_work(part, ids[chosen], job.local.steps, job.local.batch_size, rng)
-            yield train_block(job, part, work.to(self.device), self.vectorise)
+        waiting = torch.argsort(shard.sizes, stable=True)  # clients of like size share a block: less padding
+        while len(waiting):
+            chosen = waiting[: self.block_size]
+            try:
+                block = self._train(job, shard, ids, chosen, rng)
+            except torch.OutOfMemoryError:
+                if len(chosen) == 1:
+                    raise
+                self.block_size = len(chosen) // 2
+                torch.cuda.empty_cache()
+                continue
+            yield block
+            waiting = waiting[len(chosen) :]
+
+    def _train(self, job: ClientJob, shard: Shard, ids: Tensor, chosen: Tensor, rng: Rng) -> Block:
+        fill = -len(chosen) % self.multiple
+        part = Shard(shard.x, shard.y, pad(shard.starts[chosen], (0, fill)), pad(shard.sizes[chosen], (0, fill)))
+        names = pad(ids[chosen], (0, fill), value=-1)
+        work = plan_work(part, names, job.local.steps, job.local.batch_size, rng, self.device)
+        block = train_block(job, part, work, self.vectorise, self.compiled)
+        return _first(block, len(chosen)) if fill else block
+
+
+def _first(block: Block, count: int) -> Block:
+    """Without the empty clients that filled the block up."""
+    bounded = Bounded(block.bounded.value[:count], block.bounded.l2_bound)
+    return replace(block, bounded=bounded, trained_norms=block.trained_norms[:count], norms=block.norms[:count])
 
 
 def choose_engine(
-    population: Population, model: nn.Module, dimension: int, device: torch.device, name: EngineName = "auto"
+    population: Population,
+    model: nn.Module,
+    dimension: int,
+    device: torch.device,
+    name: EngineName = "auto",
+    steps: int = 0,
 ) -> LocalEngine:
-    """The engine that suits the model and the device, or the one that was asked for."""
+    """The engine that suits the model and the device, or the one that was asked for. `steps`: of the whole run."""
     convolutional = any(isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d) for m in model.modules())
-    vectorise = name == "vectorised" or (name == "auto" and (device.type != "cpu" or not convolutional))
-    block = max(1, min(1024, _BLOCK_BYTES // (dimension * 4 * 8)))  # 8 copies: Δ, θ, gradients, scores, masks
-    return LocalEngine(population.to(device), device, vectorise, block if vectorise else min(block, 16))
+    on_gpu = device.type == "cuda"
+    # On a CPU dense models gain 20-fold from vmap, and convolutions lose: 0.06 and 1.5 times a plain loop's time.
+    vectorise = name == "vectorised" or (name == "auto" and (on_gpu or not convolutional))
+    if on_gpu:
+        block = _gpu_block(dimension, device)
+    else:
+        block = max(1, min(1024 if vectorise else 16, _CPU_BYTES // (dimension * 4 * 8)))  # 8: Δ, θ, gradients, ...
+    compiled = on_gpu and vectorise and steps >= 2000  # compiling takes half a minute
+    multiple = 32 if compiled else 1
+    return LocalEngine(population.to(device), device, vectorise, block, compiled, multiple)
+
+
+def _gpu_block(dimension: int, device: torch.device) -> int:
+    """A first guess from free memory, at 12 copies of the weights; running out halves it."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(1, min(2048, int(0.7 * free) // (dimension * 4 * 12)))
 
 
 @contextmanager

@@ -20,6 +20,16 @@ from fedblur.rng import Rng
 
 
 @dataclass(frozen=True)
+class Conditions:
+    """What is public before a run starts. A discrete mechanism lays its grid by it, so its event depends on it."""
+
+    dimension: int  # values in a client's message
+    clip_norm: float  # S
+    expected_cohort: float  # pN
+    clients: int  # N
+
+
+@dataclass(frozen=True)
 class Release:
     """What a mechanism must know about the round: public constants, and the size of the cohort inside the boundary."""
 
@@ -28,10 +38,24 @@ class Release:
     noise_multiplier: float  # σ; the noise on the sum has standard deviation σ·S
     cohort: int  # realised |P_t|: private, it sizes noise shares and never leaves
     device: torch.device
+    round_: int = 0  # seeds what all parties share in a round and anyone may know
 
     @property
     def noise_std(self) -> float:
         return self.noise_multiplier * self.clip_norm if self.noise_multiplier else 0.0
+
+
+class MechanismPart(Protocol):
+    """A registered mechanism: its settings. Bound to the conditions of a run it is a `Mechanism`."""
+
+    @property
+    def trust(self) -> str:
+        """Who must be trusted for the guarantee to hold."""
+        ...
+
+    def bind(self, conditions: Conditions) -> Mechanism:
+        """The mechanism under these conditions; refused where its settings do not suit them."""
+        ...
 
 
 class Mechanism(Protocol):
@@ -41,8 +65,12 @@ class Mechanism(Protocol):
         """What one release costs, before sampling."""
         ...
 
+    def notes(self, noise_multiplier: float) -> tuple[str, ...]:
+        """What a planner should know about this noise; none where there is nothing special."""
+        ...
+
     def accumulate(self, blocks: Iterable[Bounded], release: Release, rng: Rng) -> Tensor:
-        """The sum of the clients' messages, [d] float64."""
+        """The sum of the clients' messages. Partial sums of several processes add up; only `release` reads them."""
         ...
 
     def release(self, total: Tensor, release: Release, rng: Rng) -> Tensor:

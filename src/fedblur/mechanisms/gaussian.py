@@ -17,7 +17,7 @@ from torch import Tensor
 from fedblur import events
 from fedblur.clipping import Bounded
 from fedblur.errors import PrivacyError
-from fedblur.mechanisms.base import Release, demand_bound
+from fedblur.mechanisms.base import Conditions, Release, demand_bound
 from fedblur.registry import register
 from fedblur.rng import Rng
 
@@ -36,8 +36,14 @@ class Gaussian:
         ideal = "an ideal secure sum of clients' messages, each with its share of the noise (simulated)"
         return server if self.placement == "server" else ideal
 
+    def bind(self, conditions: Conditions) -> Gaussian:
+        return self
+
     def event(self, noise_multiplier: float) -> events.Event:
         return events.Gaussian(noise_multiplier)
+
+    def notes(self, noise_multiplier: float) -> tuple[str, ...]:
+        return ()
 
     def accumulate(self, blocks: Iterable[Bounded], release: Release, rng: Rng) -> Tensor:
         total = torch.zeros(release.dimension, dtype=torch.float64, device=release.device)

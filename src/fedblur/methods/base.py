@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fedblur.config import LocalTraining
 
 Gradient = Callable[[Params], Params]
+ClipNorm = Tensor | float  # a tensor in compiled code, which would otherwise be made anew for every value
 Score = Literal["none", "full", "last"]
 
 
@@ -32,11 +33,11 @@ class Method:
         """The loss's gradient as a function of the parameters, perhaps taken elsewhere (sharpness-aware steps)."""
         return gradient
 
-    def gradient_term(self, delta: Params, clip_norm: float) -> Params | None:
+    def gradient_term(self, delta: Params, clip_norm: ClipNorm) -> Params | None:
         """What is added to the loss's gradient at this step."""
         return None
 
-    def after_step(self, delta: Params, clip_norm: float) -> Params:
+    def after_step(self, delta: Params, clip_norm: ClipNorm) -> Params:
         """The difference after a step, perhaps moved."""
         return delta
 

@@ -15,7 +15,7 @@ import torch
 
 from fedblur.errors import ConfigError
 from fedblur.functional import Params
-from fedblur.methods.base import Method, global_norm
+from fedblur.methods.base import ClipNorm, Method, global_norm
 from fedblur.registry import register
 
 if TYPE_CHECKING:
@@ -41,14 +41,14 @@ class Blur(Method):
                 "must be below 1 or the update overshoots; use a smaller strength, or inf for projection"
             )
 
-    def gradient_term(self, delta: Params, clip_norm: float) -> Params | None:
+    def gradient_term(self, delta: Params, clip_norm: ClipNorm) -> Params | None:
         if math.isinf(self.strength):
             return None
         norm = global_norm(delta)
         outside = (norm > clip_norm).to(norm.dtype)  # 1[‖Δ‖ > S]
         return {name: self.strength * outside * tensor for name, tensor in delta.items()}  # λ·1[..]·Δ, no factor 2
 
-    def after_step(self, delta: Params, clip_norm: float) -> Params:
+    def after_step(self, delta: Params, clip_norm: ClipNorm) -> Params:
         if math.isfinite(self.strength):
             return delta
         factor = torch.clamp(clip_norm / global_norm(delta), max=1.0)  # norm 0 gives inf, clamped to 1

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fedblur.errors import ConfigError
 from fedblur.functional import Params
-from fedblur.methods.base import Method
+from fedblur.methods.base import ClipNorm, Method
 from fedblur.registry import register
 
 if TYPE_CHECKING:
@@ -32,5 +32,5 @@ class Prox(Method):
                 f"method.prox.strength={self.strength} times local.learning_rate={local.learning_rate} must be below 1"
             )
 
-    def gradient_term(self, delta: Params, clip_norm: float) -> Params:
+    def gradient_term(self, delta: Params, clip_norm: ClipNorm) -> Params:
         return {name: self.strength * tensor for name, tensor in delta.items()}

@@ -11,7 +11,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 
 class RunProgress:
-    """Call it with each round's row. `rounds=None`: learnt from the first row's run (resume)."""
+    """Call it with each round's row. `rounds=None`: learnt from the first row's run (resume).
+
+    A run in stages says in its rows which one it is in, and how long that is; each stage gets a line.
+    """
 
     def __init__(self, rounds: int | None, quiet: bool, label: str = "round", console: Console | None = None) -> None:
         self.rounds = rounds
@@ -27,7 +30,7 @@ class RunProgress:
             console=console or Console(stderr=True),
             disable=quiet,
         )
-        self.task: TaskID | None = None
+        self.tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> RunProgress:
         self.progress.start()
@@ -45,9 +48,11 @@ class RunProgress:
             "epsilon": "–" if math.isnan(self.epsilon) else f"{self.epsilon:.2f}",
             "clipped": "–" if math.isnan(self.clipped) else f"{100 * self.clipped:.0f} %",
         }
-        if self.task is None:
-            self.task = self.progress.add_task(self.label, total=self.rounds, **fields)
-        self.progress.update(self.task, completed=row["round"], **fields)
+        stage = row.get("stage", "")
+        if stage not in self.tasks:
+            label = self.label if not stage else stage if self.label == "round" else f"{self.label}, {stage}"
+            self.tasks[stage] = self.progress.add_task(label, total=row.get("rounds", self.rounds), **fields)
+        self.progress.update(self.tasks[stage], completed=row["round"], **fields)
 
     def _remember(self, row: dict[str, Any]) -> None:
         if row["accuracy"] is not None:

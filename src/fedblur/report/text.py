@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -20,11 +21,11 @@ def print_summary(run: Run, console: Console) -> None:
         "accuracy": f"{100 * summary['accuracy']:.2f} % ({summary['evaluated_on']} data, final round)",
         "privacy": f"ε = {privacy['epsilon']:.3g} at δ = {privacy['delta']:.3g} ({privacy['accountant'].upper()}), "
         f"{privacy['adjacency']}",
-        "noise": f"σ = {privacy['noise_multiplier']:.4g}, clip norm {privacy['clip_norm']:g}, "
-        f"signal-to-noise R = {_number(privacy['signal_to_noise'])}",
+        "noise": _noise(privacy),
         "sampling": privacy["sampling"],
         "trust": privacy["trust_model"],
         "clipped": "–" if clipped is None else f"{100 * clipped:.0f} % of updates (local only, not released)",
+        **_voters(summary["local_only"]),
         "data": f"{summary['data']}, {summary['clients']} clients, {summary['parameters']:,} parameters",
         "run": str(run.path),
     }
@@ -35,6 +36,22 @@ def print_summary(run: Run, console: Console) -> None:
     for name, value in lines.items():
         table.add_row(f"[bold]{name}[/bold]", value)
     console.print(table)
+
+
+def _noise(privacy: dict[str, Any]) -> str:
+    if "queries" in privacy:
+        return f"σ_v = {privacy['vote_noise_std']:.4g} votes on each of {privacy['queries']:,} labels"
+    ratio = _number(privacy["signal_to_noise"])
+    return f"σ = {privacy['noise_multiplier']:.4g}, clip norm {privacy['clip_norm']:g}, signal-to-noise R = {ratio}"
+
+
+def _voters(local_only: dict[str, Any]) -> dict[str, str]:
+    """How good single voters are, where there are any."""
+    quartiles = local_only.get("teacher_accuracy_quartiles")
+    if quartiles is None:
+        return {}
+    low, median, high = (f"{100 * value:.1f}" for value in quartiles)
+    return {"teachers": f"median accuracy {median} %, quartiles {low} to {high} % (local only, not released)"}
 
 
 def _number(value: float | str) -> str:

@@ -1,0 +1,148 @@
+"""`nn.Conv2d` under `vmap`, with weights of each client's own: our Triton kernels in place of cuDNN's grouped path.
+
+Inside `PerClientConvolutions` every `F.conv2d` that the kernels cover (2-d, one group) goes through an autograd
+function with a vmap rule; anything else, and any other device or type, takes torch's own path, which is also the
+reference in the tests. The kernels are custom operators, so `torch.compile` passes them through untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import grad as conv_grad
+from torch.overrides import TorchFunctionMode
+
+from fedblur.kernels import conv_ops
+
+Pair = tuple[int, int]
+Spec = tuple[Pair, Pair, Pair]  # stride, padding, dilation
+
+
+class PerClientConvolutions(TorchFunctionMode):
+    """Within this context convolutions are ready for a batch of clients."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (F.conv2d, torch.conv2d):
+            return _conv2d(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    if groups != 1 or input.dim() != 4:
+        return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
+    spec = resolve(weight, stride, padding, dilation)
+    if spec is None:
+        return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
+    output: Tensor = ClientConv.apply(input, weight, *spec)
+    return output if bias is None else output + bias[:, None, None]
+
+
+def resolve(weight: Tensor, stride: Any, padding: Any, dilation: Any) -> Spec | None:
+    """Numbers for "same" and "valid"; None for a "same" that pads unevenly."""
+    steps, spread = _pair(stride), _pair(dilation)
+    if padding == "valid":
+        padding = 0
+    if padding == "same":
+        total = [d * (k - 1) for d, k in zip(spread, weight.shape[-2:], strict=True)]
+        if any(t % 2 for t in total):
+            return None
+        padding = (total[0] // 2, total[1] // 2)
+    return steps, _pair(padding), spread
+
+
+def _pair(value: Any) -> Pair:
+    if isinstance(value, int):
+        return value, value
+    first, second = value if len(value) == 2 else (value[0], value[0])
+    return int(first), int(second)
+
+
+class ClientConv(torch.autograd.Function):
+    """y = conv(x, w), for one client; its vmap rule is one launch for all clients."""
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor, stride: Pair, padding: Pair, dilation: Pair) -> Tensor:
+        return F.conv2d(x, w, None, stride, padding, dilation)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, w, *ctx.spec = inputs
+        ctx.save_for_backward(x, w)
+
+    @staticmethod
+    def backward(ctx: Any, gy: Tensor) -> Any:  # type: ignore[override]
+        x, w = ctx.saved_tensors
+        gx = InputGrad.apply(gy, w, x.shape[-2], x.shape[-1], *ctx.spec) if ctx.needs_input_grad[0] else None
+        gw = WeightGrad.apply(gy, x, w.shape[-2], w.shape[-1], *ctx.spec)
+        return gx, gw, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, w: Tensor, *spec: Pair) -> tuple[Tensor, int]:
+        x, w = _lead(info, in_dims, x, w)
+        return conv_ops.first(torch.ops.fedblur.client_conv(conv_ops.last(x), conv_ops.last(w), *spec)), 0
+
+
+class InputGrad(torch.autograd.Function):
+    """gx of a convolution; not differentiable again."""
+
+    @staticmethod
+    def forward(gy: Tensor, w: Tensor, height: int, width: int, stride: Pair, padding: Pair, dilation: Pair) -> Tensor:
+        shape = [gy.shape[0], w.shape[1], height, width]
+        return conv_grad.conv2d_input(shape, w, gy, stride, padding, dilation)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        raise NotImplementedError("second derivatives of per-client convolutions")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, gy: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, int]:
+        gy, w = _lead(info, in_dims, gy, w)
+        return conv_ops.first(torch.ops.fedblur.client_conv_input_grad(conv_ops.last(gy), conv_ops.last(w), *rest)), 0
+
+
+class WeightGrad(torch.autograd.Function):
+    """gw of a convolution; not differentiable again."""
+
+    @staticmethod
+    def forward(gy: Tensor, x: Tensor, height: int, width: int, stride: Pair, padding: Pair, dilation: Pair) -> Tensor:
+        shape = [gy.shape[1], x.shape[1], height, width]
+        return conv_grad.conv2d_weight(x, shape, gy, stride, padding, dilation)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        raise NotImplementedError("second derivatives of per-client convolutions")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, gy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, int]:
+        gy, x = _lead(info, in_dims, gy, x)
+        return conv_ops.first(torch.ops.fedblur.client_conv_weight_grad(conv_ops.last(gy), conv_ops.last(x), *rest)), 0
+
+
+def _lead(info: Any, in_dims: Any, *tensors: Tensor) -> list[Tensor]:
+    """Both tensors with the clients in front; what is shared by all clients is expanded."""
+    return [
+        tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+        for tensor, dim in zip(tensors, in_dims, strict=False)
+    ]

@@ -1,0 +1,181 @@
+"""Discrete mechanisms: whole numbers, whole noise, summed modulo 2^b, as a secure sum can do it.
+
+    client   update → rotate → divide by γ → round within B → (add a share of the noise) → modulo 2^b
+    sum      Σ modulo 2^b, the only thing that anyone sees
+    server   (add the noise) → centre → times γ → rotate back
+
+Where the noise is added is the `mode`. A mechanism is DDGauss or Skellam: a law for the noise, and the event of it.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedblur.clipping import Bounded
+from fedblur.errors import ConfigError, PrivacyError
+from fedblur.events import Event
+from fedblur.mechanisms.base import Conditions, Release, demand_bound
+from fedblur.mechanisms.coins import Coins
+from fedblur.mechanisms.grid import Grid, fit_grid, noise_room, round_within
+from fedblur.mechanisms.hadamard import Rotation
+from fedblur.rng import Rng
+
+_BROKEN, _DEGRADED = 2.0, 1.05  # inflation of the sensitivity from which a plan says so
+
+
+@dataclass(frozen=True)
+class DiscreteMechanism(ABC):
+    """Settings that all discrete mechanisms have."""
+
+    bits: int = 16  # b: sums are modulo 2^b
+    k_stddevs: float = 4.0  # k: the modulus leaves room for this many standard deviations of the sum
+    beta: float = math.exp(-0.5)  # β: at most this share of roundings is drawn again
+    mode: Literal["fast", "exact"] = "fast"  # one draw of noise on the sum, or one per client
+    bound: Literal["tight", "general"] = "tight"  # of sampling (`renyi_discrete.py`)
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.bits <= 24:
+            raise ConfigError(f"mechanism.bits={self.bits} must be between 2 and 24")
+        if not 0 < self.k_stddevs < math.inf:
+            raise ConfigError(f"mechanism.k_stddevs={self.k_stddevs} must be above 0")
+        if not 0 <= self.beta < 1:
+            raise ConfigError(f"mechanism.beta={self.beta} must be in [0, 1)")
+
+    @property
+    def trust(self) -> str:
+        """Who must be trusted for the guarantee to hold."""
+        if self.mode == "fast":
+            return f"an ideal secure sum modulo 2^{self.bits} that adds the noise itself, in one draw (simulated)"
+        shares = "each with its share of the noise, sized for the cohort that takes part"
+        return f"an ideal secure sum modulo 2^{self.bits} of clients' messages, {shares} (simulated)"
+
+    def bind(self, conditions: Conditions) -> SecureSum:
+        """Refuses conditions that no grid fits: an infinite clip norm, or more clients than b bits can sum."""
+        name = getattr(self, "part_name", type(self).__name__)
+        if not math.isfinite(conditions.clip_norm):
+            raise ConfigError(f'clip_norm=inf leaves {name} no grid to round to; set mechanism = "gaussian"')
+        if not noise_room(self.bits, self.k_stddevs, conditions.expected_cohort):
+            raise PrivacyError(
+                f"mechanism.bits={self.bits} cannot hold the rounding errors of {conditions.expected_cohort:g} clients "
+                "a round; raise it (16 suits most models)"
+            )
+        return SecureSum(self, conditions)
+
+    @abstractmethod
+    def grid_event(self, grid: Grid, dimension: int, shares: int) -> Event:
+        """What a release costs whose noise is the sum of up to `shares` draws."""
+
+    @abstractmethod
+    def draw(self, std: float, count: int, coins: Coins) -> Tensor:
+        """Noise of this standard deviation, int64."""
+
+
+@dataclass(frozen=True)
+class SecureSum:
+    """A discrete mechanism under the conditions of a run.
+
+    Shares (mode "exact") are sized for the cohort that takes part, which the secure sum knows and nobody else learns:
+    n shares of variance (σc)²/n each. Sized for pN, a small cohort would have too little noise. Fewer shares than they
+    were sized for abort the round (invariant 8). Events count N + 1 shares, the most that any neighbour can have.
+    """
+
+    part: DiscreteMechanism
+    conditions: Conditions
+
+    @property
+    def trust(self) -> str:
+        return self.part.trust
+
+    @property
+    def rotation(self) -> Rotation:
+        return Rotation(self.conditions.dimension)
+
+    def grid(self, noise_multiplier: float, bits: int | None = None) -> Grid:
+        """The grid for noise of σ clip norms on the sum."""
+        part = self.part
+        cohort = self.conditions.expected_cohort
+        return fit_grid(noise_multiplier, self.rotation, cohort, bits or part.bits, part.k_stddevs, part.beta)
+
+    def event(self, noise_multiplier: float) -> Event:
+        shares = 1 if self.part.mode == "fast" else self.conditions.clients + 1
+        return self.part.grid_event(self.grid(noise_multiplier), self.rotation.padded, shares)
+
+    def notes(self, noise_multiplier: float) -> tuple[str, ...]:
+        """The grid in figures, and a word where it is too coarse."""
+        grid, here = self.grid(noise_multiplier), self.conditions
+        share = grid.noise_steps / math.sqrt(here.expected_cohort)
+        figures = (
+            f"{self.part.bits} bits: {self.rotation.padded:,} coordinates are sent, steps of "
+            f"{grid.step(here.clip_norm):.3g}; S = {grid.clip_steps:.4g} steps, a client's share of the noise "
+            f"{share:.4g}; rounding makes the sensitivity {grid.inflation:.4g} S; if all updates align, a coordinate "
+            f"wraps around with a chance of {overflow_share(self.part.k_stddevs):.2g}."
+        )
+        if grid.inflation < _DEGRADED:
+            return (figures,)
+        plain = noise_multiplier / grid.inflation
+        word = "broken here" if grid.inflation >= _BROKEN else "coarse here"
+        reason = (
+            f"{self.part.bits} bits are {word}: rounding {self.rotation.padded:,} coordinates lengthens an update from "
+            f"S = {grid.clip_steps:.3g} steps to {grid.sensitivity:.3g}, so the same epsilon needs noise of "
+            f"{noise_multiplier:.3g} S where {plain:.3g} S would do; {self._way_out(plain)}."
+        )
+        return (reason, figures)
+
+    def _way_out(self, plain: float) -> str:
+        for bits in range(self.part.bits + 1, 25):
+            if self.grid(plain, bits).inflation < _DEGRADED:
+                return f"use {bits} bits or more"
+        return "use a smaller model"
+
+    def accumulate(self, blocks: Iterable[Bounded], release: Release, rng: Rng) -> Tensor:
+        """The sum modulo 2^b, [d'] int64."""
+        grid, rotation = self._grid_of(release), self.rotation
+        signs = rotation.signs(release.round_, release.device)
+        total = torch.zeros(rotation.padded, dtype=torch.int64, device=release.device)
+        sent = 0
+        for block in blocks:
+            steps = rotation.forward(demand_bound(block, release), signs) / grid.step(release.clip_norm)
+            whole = round_within(steps, grid.sensitivity, sent, rng).long()  # [clients, d']
+            if self.part.mode == "exact":
+                whole += self._shares(len(whole), sent, grid, release, rng)
+            total = grid.wrap(total + grid.wrap(whole).sum(0))
+            sent += len(whole)
+        if self.part.mode == "exact" and sent < release.cohort:  # invariant 8: too few shares is too little noise
+            raise PrivacyError(
+                f"{sent} noise shares arrived of the {release.cohort} that they were sized for; round aborted"
+            )
+        return total
+
+    def release(self, total: Tensor, release: Release, rng: Rng) -> Tensor:
+        """The noisy sum, [d] float32."""
+        grid, rotation = self._grid_of(release), self.rotation
+        if self.part.mode == "fast" or release.cohort == 0:  # an empty cohort is noisy too
+            coins = Coins(rng.child("noise"), release.device)
+            total = total + self.part.draw(grid.noise_steps, rotation.padded, coins)
+        values = grid.wrap(total).double() * grid.step(release.clip_norm)
+        signs = rotation.signs(release.round_, release.device)
+        return rotation.inverse(values[None], signs)[0].float()
+
+    def _shares(self, count: int, sent: int, grid: Grid, release: Release, rng: Rng) -> Tensor:
+        std = grid.noise_steps / math.sqrt(release.cohort)
+        streams = [Coins(rng.child("share", sent + row), release.device) for row in range(count)]
+        return torch.stack([self.part.draw(std, self.rotation.padded, coins) for coins in streams])
+
+    def _grid_of(self, release: Release) -> Grid:
+        if release.dimension != self.conditions.dimension:
+            raise PrivacyError(
+                f"messages of {release.dimension} values met a grid laid for {self.conditions.dimension}; plan again"
+            )
+        return self.grid(release.noise_multiplier)
+
+
+def overflow_share(k_stddevs: float) -> float:
+    """The chance that a normal variable is more than k standard deviations away from its mean."""
+    return math.erfc(k_stddevs / math.sqrt(2))

@@ -1,0 +1,83 @@
+"""What the voting protocols share: their settings, and the contract of those who vote."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fedblur.data.population import Population
+from fedblur.engines.local import EngineName
+from fedblur.errors import ConfigError
+from fedblur.rng import Rng
+
+
+class Electorate(Protocol):
+    """The clients as voters."""
+
+    @property
+    def at_once(self) -> int:
+        """How many clients are best asked together."""
+        ...
+
+    def votes(self, ids: Tensor, x: Tensor, rng: Rng) -> Tensor:
+        """[clients, samples, classes]: each client's vote on each sample, a point of the simplex.
+
+        A client's vote depends on its own data, on `x` and on public constants alone.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Booth:
+    """What an electorate is made from."""
+
+    population: Population
+    module: nn.Module  # the student's model, as it starts
+    device: torch.device
+    engine: EngineName
+    rng: Rng
+
+
+@dataclass(frozen=True)
+class Voting:
+    """Settings of the pool, the votes and the student."""
+
+    queries: int | None = None  # Q_v, samples that get a label; None: 500, or half of the pool where that is smaller
+    pool_share: float = 0.1  # of the training clients; these are reserved: their labels are dropped, they do not vote
+    threshold: float = 0.0  # confident voting: answer only where this share of all voters agrees; 0: answer all
+    checks: int | None = None  # samples whose agreement is checked; None: twice the queries. Only with a threshold
+    check_noise: float = 3.0  # σ₁/σ_v: the noise of a check, in units of the noise of a vote
+    student_steps: int = 1500
+    student_batch_size: int = 64
+    student_learning_rate: float = 0.05
+    consistency: float = 1.0  # weight of the semi-supervised term; 0: pseudo-labels only
+    confidence: float = 0.95  # how sure the student must be of a sample to learn from its own prediction
+
+    part_name: ClassVar[str]  # set by @register
+    title: ClassVar[str]  # as a table prints it
+
+    def __post_init__(self) -> None:
+        self._demand(self.queries is None or self.queries >= 1, "queries", "must be at least 1")
+        self._demand(0 < self.pool_share < 1, "pool_share", "must be in (0, 1)")
+        self._demand(0 <= self.threshold < 1, "threshold", "must be in [0, 1), a share of the voters")
+        self._demand(self.checks is None or self.threshold > 0, "checks", "needs a threshold above 0")
+        enough = self.checks is None or self.checks >= (self.queries or 1)
+        self._demand(enough, "checks", f"must be at least queries={self.queries}")
+        self._demand(0 < self.check_noise < math.inf, "check_noise", "must be above 0")
+        for name in ("student_steps", "student_batch_size"):
+            self._demand(getattr(self, name) >= 1, name, "must be at least 1")
+        self._demand(0 < self.student_learning_rate < math.inf, "student_learning_rate", "must be above 0")
+        self._demand(0 <= self.consistency < math.inf, "consistency", "must be 0 or more")
+        self._demand(0 <= self.confidence <= 1, "confidence", "must be in [0, 1]")
+
+    def _demand(self, holds: bool, name: str, rule: str) -> None:
+        if not holds:
+            raise ConfigError(f"method.{self.part_name}.{name}={getattr(self, name)!r} {rule}")
+
+    def electorate(self, booth: Booth) -> Electorate:
+        """The voters."""
+        raise NotImplementedError

@@ -1,0 +1,89 @@
+"""Stage 2, kNN-DPFL: no training. A client votes with the labels of its own samples that are nearest to the query.
+
+Distances are between public features: a random convolution from a fixed seed (samples that are not images are taken
+as they are), scaled to length 1. The vote is the average of the k labels, a point of the simplex.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedblur.data.population import Population, as_input
+from fedblur.registry import register
+from fedblur.rng import Rng
+from fedblur.voting.base import Booth, Electorate, Voting
+
+_KERNEL, _CELLS = 5, 6  # the filters' side, and the side of the grid that their responses are averaged over
+_CHUNK = 1024
+
+
+@register("voting", "knn-dpfl")
+@dataclass(frozen=True)
+class KnnDpfl(Voting):
+    """Nearest neighbours vote their labels."""
+
+    neighbours: int = 1  # k; a client with fewer samples uses all of them. Small clients have few of a class
+    filters: int = 32  # of the public random convolution; 0: compare the samples themselves
+
+    title: ClassVar[str] = "kNN-DPFL"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._demand(self.neighbours >= 1, "neighbours", "must be at least 1")
+        self._demand(self.filters >= 0, "filters", "must be 0 or more")
+
+    def electorate(self, booth: Booth) -> Electorate:
+        filters = public_filters(booth.population.shape, self.filters).to(booth.device)
+        return Neighbours(booth.population.to(booth.device), filters, self.neighbours)
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """Clients that compare public samples with their own."""
+
+    population: Population
+    filters: Tensor  # [filters, channels, side, side]; none: compare the samples themselves
+    neighbours: int  # k
+    at_once: int = 64
+
+    def votes(self, ids: Tensor, x: Tensor, rng: Rng) -> Tensor:
+        shard = self.population.fetch(ids)
+        asked = features(x, self.filters)
+        each = []
+        for start, size in zip(shard.starts.tolist(), shard.sizes.tolist(), strict=True):
+            own = slice(start, start + size)
+            each.append(self._vote(asked, features(shard.x[own], self.filters), shard.y[own]))
+        return torch.stack(each)
+
+    def _vote(self, asked: Tensor, own: Tensor, labels: Tensor) -> Tensor:
+        """[samples, classes]: how often each class is among the nearest."""
+        likeness = asked @ own.T  # both have length 1: the largest product is the smallest distance
+        nearest = likeness.topk(min(self.neighbours, len(own)), dim=1).indices
+        return F.one_hot(labels[nearest], self.population.classes).double().mean(1)
+
+
+def public_filters(shape: tuple[int, ...], count: int) -> Tensor:
+    """Random filters without a mean, the same for everyone: they are chosen without looking at anything."""
+    if len(shape) != 3 or count == 0:
+        return torch.empty(0)
+    weights = torch.randn(count, shape[0], _KERNEL, _KERNEL, generator=torch.Generator().manual_seed(0))
+    return weights - weights.mean((1, 2, 3), keepdim=True)
+
+
+@torch.no_grad()
+def features(x: Tensor, filters: Tensor) -> Tensor:
+    """φ: [samples, features] of length 1."""
+    return torch.cat([_features(as_input(chunk), filters) for chunk in torch.split(x, _CHUNK)])
+
+
+def _features(inputs: Tensor, filters: Tensor) -> Tensor:
+    if filters.numel():
+        response = F.relu(F.conv2d(inputs, filters, padding=_KERNEL // 2))
+        cells = (min(_CELLS, response.shape[2]), min(_CELLS, response.shape[3]))
+        inputs = F.adaptive_avg_pool2d(response, cells)
+    return F.normalize(inputs.flatten(1), dim=1)

@@ -1,0 +1,204 @@
+"""Discrete mechanisms in a round: sums modulo 2^b, two modes of noise, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from fedblur.clipping import Bounded
+from fedblur.errors import ConfigError, PrivacyError
+from fedblur.mechanisms.base import Conditions, Release
+from fedblur.mechanisms.coins import Coins
+from fedblur.mechanisms.ddgauss import DDGauss
+from fedblur.mechanisms.grid import round_within
+from fedblur.mechanisms.secure_sum import SecureSum, overflow_share
+from fedblur.mechanisms.skellam import Skellam
+from fedblur.rng import Rng, Seeded, System
+from tests.mechanisms import laws
+from tests.worlds import CPU
+
+S = 0.5
+KINDS = [DDGauss, Skellam]
+
+
+def bind(part, dimension: int, cohort: int) -> SecureSum:
+    return part.bind(Conditions(dimension, S, cohort, 10 * cohort))
+
+
+def updates(rows: int, dimension: int, seed: int = 0) -> torch.Tensor:
+    """Rows of norm 0.999·S."""
+    x = torch.randn(rows, dimension, generator=torch.Generator().manual_seed(seed))
+    return 0.999 * S * x / x.norm(dim=1, keepdim=True)
+
+
+def blocks(rows: torch.Tensor, size: int = 3) -> list[Bounded]:
+    return [Bounded(part, S) for part in rows.split(size)]
+
+
+# --- the sum ---
+
+
+@pytest.mark.parametrize("mode", ["fast", "exact"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sum__modulo_equals_the_true_sum_when_nothing_overflows(kind, mode: str) -> None:
+    rows, sigma = updates(7, 700), 1.0
+    mechanism, rng = bind(kind(mode=mode, k_stddevs=7.0), 700, 7), Seeded.root(0)
+    request, grid = Release(700, S, sigma, 7, CPU, round_=4), mechanism.grid(sigma)
+    signs = mechanism.rotation.signs(4, CPU)
+    steps = mechanism.rotation.forward(rows, signs) / grid.step(S)
+    truth = round_within(steps, grid.sensitivity, 0, rng).long()
+    if mode == "exact":
+        truth = truth + mechanism._shares(7, 0, grid, request, rng)
+    assert int(truth.sum(0).abs().max()) < grid.modulus // 2
+    assert torch.equal(mechanism.accumulate(blocks(rows), request, rng), truth.sum(0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sum__without_noise_is_the_sum_of_updates_to_the_grid(kind) -> None:
+    rows, request, rng = updates(9, 650), Release(650, S, 0.0, 9, CPU), Seeded.root(1)
+    mechanism = bind(kind(bits=20), 650, 9)
+    noiseless = mechanism.release(mechanism.accumulate(blocks(rows), request, rng), request, rng)
+    step = mechanism.grid(0.0).step(S)
+    error = (noiseless.double() - rows.double().sum(0)).norm() / math.sqrt(9 * 650)
+    assert 0 < float(error) < step  # a random rounding's deviation is half a step at most
+
+
+def test_overflow__its_share_at_four_deviations_is_as_predicted() -> None:
+    """All updates aligned, the case that the grid is laid for."""
+    n, d, rounds, sigma = 3, 2**15, 150, 0.02
+    mechanism, rows = bind(DDGauss(), d, n), updates(1, d).repeat(n, 1) / 0.999 * (1 - 1e-6)
+    grid, wrapped = mechanism.grid(sigma), 0
+    for t in range(rounds):
+        request, rng = Release(d, S, sigma, n, CPU, round_=t), Seeded.root(t)
+        signs = mechanism.rotation.signs(t, CPU)
+        noisy = mechanism.release(mechanism.accumulate(blocks(rows), request, rng), request, rng)
+        error = mechanism.rotation.forward((noisy - rows.sum(0))[None], signs) / grid.step(S)
+        wrapped += int((error.abs() > grid.modulus / 2).sum())
+    expected = overflow_share(4.0) * d * rounds
+    assert overflow_share(4.0) == pytest.approx(6.33e-5, rel=1e-3)
+    assert wrapped == pytest.approx(expected, abs=4 * math.sqrt(expected))
+
+
+# --- the noise ---
+
+
+def noise_of(mechanism: SecureSum, cohort: int, sigma: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a cohort of zeros adds up to before the release, and after it."""
+    d, rng = mechanism.conditions.dimension, Seeded.root(2)
+    request = Release(d, S, sigma, cohort, CPU)
+    total = mechanism.accumulate([Bounded(torch.zeros(cohort, d), S)], request, rng)
+    return total, mechanism.release(total, request, rng.child(mechanism.part.mode))
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_modes__fast_and_exact_agree_in_distribution(kind, bits: int) -> None:
+    """The noise on the sum: one draw, or the sum of six clients' draws; in whole steps and as released."""
+    n, d, sigma = 6, 100_000, 2.0
+    exact, fast = bind(kind(bits=bits, mode="exact"), d, n), bind(kind(bits=bits), d, n)
+    shares, released = noise_of(exact, n, sigma)
+    nothing, released_fast = noise_of(fast, n, sigma)
+    assert int(nothing.abs().max()) == 0  # fast noise comes with the release
+    once = fast.part.draw(fast.grid(sigma).noise_steps, len(shares), Coins(Seeded.root(7), CPU))
+    assert stats.ks_2samp(shares.numpy(), fast.grid(sigma).wrap(once).numpy()).pvalue > 1e-3
+    assert stats.ks_2samp(released.numpy(), released_fast.numpy()).pvalue > 1e-3
+
+
+def test_modes__shares_of_half_a_step_are_told_apart() -> None:
+    """Where τ_n is large the two laws do differ: what fast mode draws is not what such clients would add up to."""
+    share, n = 0.3, 4
+    law = laws.summed(laws.discrete_gaussian(share, 20), n)
+    one = laws.discrete_gaussian(share * math.sqrt(n), 20)
+    assert float(np.abs(np.exp(law) - np.exp(one)).sum()) > 0.1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["fast", "exact"])
+@pytest.mark.parametrize("cohort", [0, 1, 4, 30])
+def test_noise__has_its_size_whatever_the_cohort(kind, mode: str, cohort: int) -> None:
+    """Shares are sized for the cohort that came, not for the expected 10."""
+    mechanism, request = bind(kind(mode=mode), 8000, 10), Release(8000, S, 2.0, cohort, CPU)
+    rng = Seeded.root(5)
+    rows = torch.zeros(cohort, 8000)
+    noisy = mechanism.release(mechanism.accumulate(blocks(rows) if cohort else [], request, rng), request, rng)
+    assert float(noisy.double().std()) == pytest.approx(2.0 * S, rel=0.04)
+    assert int((noisy == 0).sum()) < 10
+
+
+def test_invariant_8__fewer_discrete_shares_than_planned_abort_the_round() -> None:
+    mechanism, request = bind(DDGauss(mode="exact"), 100, 5), Release(100, S, 1.0, 5, CPU)
+    with pytest.raises(PrivacyError, match="3 noise shares arrived of the 5"):
+        mechanism.accumulate([Bounded(torch.zeros(3, 100), S)], request, Seeded.root(0))
+
+
+@pytest.mark.parametrize("mode", ["fast", "exact"])
+def test_release__does_not_depend_on_blocks_of_clients(mode: str) -> None:
+    rows, mechanism, request = updates(7, 300), bind(DDGauss(mode=mode), 300, 7), Release(300, S, 1.0, 7, CPU)
+    totals = [mechanism.accumulate(blocks(rows, size), request, Seeded.root(0)) for size in (1, 3, 7)]
+    assert torch.equal(totals[0], totals[1])
+    assert torch.equal(totals[0], totals[2])
+
+
+# --- what is refused ---
+
+
+def test_secure_sum__refuses_updates_with_a_larger_bound_or_another_shape() -> None:
+    mechanism, rng = bind(DDGauss(), 100, 5), Seeded.root(0)
+    with pytest.raises(PrivacyError, match="bounded by 0.6"):
+        mechanism.accumulate([Bounded(torch.zeros(1, 100), 0.6)], Release(100, S, 1.0, 5, CPU), rng)
+    with pytest.raises(PrivacyError, match="101 values"):
+        mechanism.accumulate([Bounded(torch.zeros(1, 101), S)], Release(101, S, 1.0, 5, CPU), rng)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"bits": 1}, "bits=1"),
+        ({"bits": 25}, "bits=25"),
+        ({"k_stddevs": 0.0}, "k_stddevs"),
+        ({"beta": 1.0}, "beta=1.0"),
+    ],
+)
+def test_settings__out_of_range(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DDGauss(**settings)
+
+
+def test_bind__refuses_conditions_that_no_grid_fits() -> None:
+    with pytest.raises(ConfigError, match="clip_norm=inf leaves ddgauss no grid"):
+        DDGauss().bind(Conditions(10, math.inf, 5, 50))
+    with pytest.raises(PrivacyError, match="bits=4 cannot hold the rounding errors of 50 clients"):
+        Skellam(bits=4).bind(Conditions(10, 1.0, 50, 500))
+
+
+def test_notes__name_the_reason_and_the_way_out() -> None:
+    paper = Conditions(1_018_174, 0.03, 136, 3400)
+    assert len(DDGauss().bind(paper).notes(0.98)) == 1
+    broken = DDGauss(bits=12).bind(paper).notes(5.16)[0]
+    assert "12 bits are broken here: rounding 1,048,576 coordinates" in broken
+    assert "use 14 bits or more" in broken
+    assert "coarse" in DDGauss(bits=13).bind(paper).notes(1.2)[0]
+
+
+# --- other devices ---
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", ["fast", "exact"])
+@pytest.mark.parametrize("rng", [Seeded.root(0), System()])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gpu__sum_and_noise_are_those_of_the_cpu(kind, rng: Rng, mode: str) -> None:
+    device, rows = torch.device("cuda"), updates(6, 5000)
+    mechanism = bind(kind(mode=mode), 5000, 6)
+    request = Release(5000, S, 2.0, 6, device, round_=3)
+    parts = [Bounded(part.to(device), S) for part in rows.split(4)]
+    noisy = mechanism.release(mechanism.accumulate(parts, request, rng), request, rng)
+    assert noisy.device.type == "cuda"
+    noise = (noisy.cpu() - rows.sum(0)).double()
+    assert float(noise.std()) == pytest.approx(2.0 * S, rel=0.05)
+    assert abs(float(noise.mean())) < 5 * 2.0 * S / math.sqrt(5000)
