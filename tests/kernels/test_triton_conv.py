@@ -35,8 +35,11 @@ def errors(case: tuple, device: torch.device, dtype: torch.dtype) -> list[float]
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(clients, batch, channels, height, width, generator=generator).to(device, dtype)
     w = torch.randn(clients, outputs, channels, *kernel, generator=generator).to(device, dtype)
+    bias = torch.randn(clients, outputs, generator=generator).to(device, dtype)
     xd, wd = x.double().requires_grad_(), w.double().requires_grad_()
-    y = torch.stack([F.conv2d(a, b, None, stride, padding, dilation) for a, b in zip(xd, wd, strict=True)])
+    y = torch.stack(
+        [F.conv2d(a, b, c, stride, padding, dilation) for a, b, c in zip(xd, wd, bias.double(), strict=True)]
+    )
     gy = torch.randn(y.shape, generator=generator).to(device, dtype)
     (y * gy.double()).sum().backward()
 
@@ -44,7 +47,7 @@ def errors(case: tuple, device: torch.device, dtype: torch.dtype) -> list[float]
         return t.permute(0, 1, 3, 4, 2).contiguous()
 
     results = (
-        triton_conv.forward(last(x), last(w), g),
+        triton_conv.forward(last(x), last(w), bias, g),
         triton_conv.input_grad(last(gy), last(w), g),
         triton_conv.weight_grad(last(gy), last(x), g),
     )

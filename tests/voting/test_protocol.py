@@ -236,6 +236,18 @@ def test_resume__a_finished_run_stays_what_it_is(tmp_path: Path) -> None:
     assert again.summary["privacy"] == run.summary["privacy"]
 
 
+def test_stop__a_student_that_was_interrupted_says_so_and_goes_on(tmp_path: Path) -> None:
+    def interrupt(row) -> None:
+        if row["stage"] == "student" and row["round"] == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fedblur.train(SHORT, out=tmp_path / "run", watch=interrupt)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "stopped after 10 of 40 steps of the student"
+    assert fedblur.resume(tmp_path / "run").summary["status"] == "complete"
+
+
 # --- the command line and tables ---
 
 

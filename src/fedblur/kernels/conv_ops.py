@@ -58,18 +58,20 @@ def _filters(w: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("fedblur::client_conv", mutates_args=())
-def client_conv(x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
-    """Each client's convolution: y [clients, B, OH, OW, O]."""
+def client_conv(x: Tensor, w: Tensor, bias: Tensor | None, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
+    """Each client's convolution with its own bias [clients, O]: y [clients, B, OH, OW, O]."""
     if _uses_kernels(x):
         from fedblur.kernels import triton_conv
 
-        return triton_conv.forward(x, w, _geometry(x.shape, w.shape, stride, padding, dilation))
-    y = torch.conv2d(_grouped(x), _filters(w), None, stride, padding, dilation, len(w))
+        return triton_conv.forward(x, w, bias, _geometry(x.shape, w.shape, stride, padding, dilation))
+    y = torch.conv2d(
+        _grouped(x), _filters(w), None if bias is None else bias.flatten(), stride, padding, dilation, len(w)
+    )
     return _ungrouped(y, len(w))
 
 
 @client_conv.register_fake
-def _(x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
+def _(x: Tensor, w: Tensor, bias: Tensor | None, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
     sides = zip(x.shape[2:4], w.shape[2:4], stride, padding, dilation, strict=True)
     out_h, out_w = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sides)
     return x.new_empty(x.shape[0], x.shape[1], out_h, out_w, w.shape[1])

@@ -17,6 +17,7 @@ from torch.nn import grad as conv_grad
 from torch.overrides import TorchFunctionMode
 
 from fedblur.kernels import conv_ops
+from fedblur.kernels.pooling import max_pool2d
 
 Pair = tuple[int, int]
 Spec = tuple[Pair, Pair, Pair]  # stride, padding, dilation
@@ -30,6 +31,8 @@ class PerClientConvolutions(TorchFunctionMode):
     ) -> Any:
         if func in (F.conv2d, torch.conv2d):
             return _conv2d(*args, **(kwargs or {}))
+        if func in (F.max_pool2d, torch.max_pool2d):
+            return max_pool2d(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -47,8 +50,8 @@ def _conv2d(
     spec = resolve(weight, stride, padding, dilation)
     if spec is None:
         return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
-    output: Tensor = ClientConv.apply(input, weight, *spec)
-    return output if bias is None else output + bias[:, None, None]
+    output: Tensor = ClientConv.apply(input, weight, bias, *spec)
+    return output
 
 
 def resolve(weight: Tensor, stride: Any, padding: Any, dilation: Any) -> Spec | None:
@@ -72,15 +75,16 @@ def _pair(value: Any) -> Pair:
 
 
 class ClientConv(torch.autograd.Function):
-    """y = conv(x, w), for one client; its vmap rule is one launch for all clients."""
+    """y = conv(x, w) + b, for one client; its vmap rule is one launch for all clients."""
 
     @staticmethod
-    def forward(x: Tensor, w: Tensor, stride: Pair, padding: Pair, dilation: Pair) -> Tensor:
-        return F.conv2d(x, w, None, stride, padding, dilation)
+    def forward(x: Tensor, w: Tensor, b: Tensor | None, stride: Pair, padding: Pair, dilation: Pair) -> Tensor:
+        return F.conv2d(x, w, b, stride, padding, dilation)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, w, *ctx.spec = inputs
+        x, w, b, *ctx.spec = inputs
+        ctx.has_bias = b is not None
         ctx.save_for_backward(x, w)
 
     @staticmethod
@@ -88,12 +92,15 @@ class ClientConv(torch.autograd.Function):
         x, w = ctx.saved_tensors
         gx = InputGrad.apply(gy, w, x.shape[-2], x.shape[-1], *ctx.spec) if ctx.needs_input_grad[0] else None
         gw = WeightGrad.apply(gy, x, w.shape[-2], w.shape[-1], *ctx.spec)
-        return gx, gw, None, None, None
+        gb = gy.sum((0, 2, 3)) if ctx.has_bias else None
+        return gx, gw, gb, None, None, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, w: Tensor, *spec: Pair) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: Any, x: Tensor, w: Tensor, b: Tensor | None, *spec: Pair) -> tuple[Tensor, int]:
+        if b is not None:
+            b = _lead(info, in_dims[2:], b)[0].contiguous()
         x, w = _lead(info, in_dims, x, w)
-        return conv_ops.first(torch.ops.fedblur.client_conv(conv_ops.last(x), conv_ops.last(w), *spec)), 0
+        return conv_ops.first(torch.ops.fedblur.client_conv(conv_ops.last(x), conv_ops.last(w), b, *spec)), 0
 
 
 class InputGrad(torch.autograd.Function):

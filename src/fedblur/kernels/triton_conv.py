@@ -46,12 +46,12 @@ class Geometry:
 
 @triton.jit
 def _forward_kernel(
-    x, w, y, batch, height, width, channels, out_h, out_w, outputs,
+    x, w, bias, y, batch, height, width, channels, out_h, out_w, outputs,
     KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     DH: tl.constexpr, DW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    FLAT: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    FLAT: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """y[m, o] = Σ_k x[m + k]·w[o, k]; FLAT walks (kh, kw, c) as one axis, for inputs of few channels."""
+    """y[m, o] = b[o] + Σ_k x[m + k]·w[o, k]; FLAT walks (kh, kw, c) as one axis, for inputs of few channels."""
     client = tl.program_id(2).to(tl.int64)
     rows = batch * out_h * out_w
     taps = KH * KW * channels
@@ -89,6 +89,8 @@ def _forward_kernel(
                 place = n[None, :] * taps + tap * channels + c[:, None]
                 b = tl.load(w + place, mask=(c < channels)[:, None] & (n < outputs)[None, :], other=0.0)
                 acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    if BIAS:
+        acc += tl.load(bias + client * outputs + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
     target = m.to(tl.int64)[:, None] * outputs + n[None, :]
     tl.store(y + target, acc.to(y.dtype.element_ty), mask=(m < rows)[:, None] & (n < outputs)[None, :])
 
@@ -187,8 +189,8 @@ def _precision(tensor: Tensor) -> str:
     return "ieee" if tensor.dtype == torch.float32 else "tf32"  # no meaning for bf16
 
 
-def forward(x: Tensor, w: Tensor, g: Geometry) -> Tensor:
-    """x [clients, B, H, W, C] and w [clients, O, KH, KW, C], both contiguous -> y [clients, B, OH, OW, O]."""
+def forward(x: Tensor, w: Tensor, bias: Tensor | None, g: Geometry) -> Tensor:
+    """x [clients, B, H, W, C], w [clients, O, KH, KW, C], bias [clients, O] -> y [clients, B, OH, OW, O]."""
     out_h, out_w = g.out_size
     y = x.new_empty(g.clients, g.batch, out_h, out_w, g.outputs)
     flat = g.channels < 16
@@ -196,8 +198,9 @@ def forward(x: Tensor, w: Tensor, g: Geometry) -> Tensor:
     bk = _tile(g.channels * g.kernel[0] * g.kernel[1], 32) if flat else _tile(g.channels, 64)
     grid = (triton.cdiv(g.batch * out_h * out_w, bm), triton.cdiv(g.outputs, bn), g.clients)
     _forward_kernel[grid](
-        x, w, y, g.batch, g.height, g.width, g.channels, out_h, out_w, g.outputs, **g.constants(),
-        BM=bm, BN=bn, BK=bk, FLAT=flat, C=g.channels, PRECISION=_precision(x),
+        x, w, w if bias is None else bias, y, g.batch, g.height, g.width, g.channels, out_h, out_w, g.outputs,
+        **g.constants(),
+        BM=bm, BN=bn, BK=bk, FLAT=flat, C=g.channels, PRECISION=_precision(x), BIAS=bias is not None,
         num_warps=8 if bn >= 128 else 4, num_stages=3,
     )  # fmt: skip
     return y
