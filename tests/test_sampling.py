@@ -96,9 +96,9 @@ def test_poisson__a_million_clients_take_under_50_ms() -> None:
     sampler = Poisson().sampler(1_000_000, 0.001)
     best = 1.0
     for _ in range(10):
-        began = time.perf_counter()
+        began = time.process_time()
         sampler.cohort(System())
-        best = min(best, time.perf_counter() - began)
+        best = min(best, time.process_time() - began)
     assert best < 0.05
 
 

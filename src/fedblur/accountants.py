@@ -206,8 +206,8 @@ def _pld(releases: Mapping[Event, int], delta: float) -> float:
 def gaussian_epsilon(mu: float, delta: float) -> float:
     """The exact epsilon of a Gaussian mechanism with sensitivity over noise μ (Balle and Wang 2018, Theorem 8).
 
-        μ = 0                                0
-        μ so small that δ(0) <= delta        0
+    μ = 0                                0
+    μ so small that δ(0) <= delta        0
     """
 
     def excess(epsilon: float) -> float:  # log of δ(ε)/delta, which falls with ε; logarithms, since ε may be large

@@ -68,9 +68,9 @@ def test_dirichlet_classwise__every_client_has_the_minimum(clients: int, least: 
 @pytest.mark.parametrize("partition", [Dirichlet(0.1), DirichletClasswise(0.1)], ids=lambda p: p.part_name)
 def test_dirichlet__cifar_shape_into_5000_clients_in_two_seconds(partition: Partition) -> None:
     labels = torch.arange(50_000) % 10
-    start = time.perf_counter()
+    start = time.process_time()
     owners = cut(partition, labels, 5000)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     assert torch.bincount(owners[owners >= 0], minlength=5000).min() >= 1
 
 

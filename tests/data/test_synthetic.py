@@ -23,9 +23,9 @@ def client_of(shard: Shard, row: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_synthetic__a_million_clients_cost_no_more_than_a_thousand() -> None:
     tracemalloc.start()
-    start = time.perf_counter()
+    start = time.process_time()
     federation = load_federation("synthetic", clients=1_000_000)
-    took = time.perf_counter() - start
+    took = time.process_time() - start
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert federation.train.clients == 1_000_000
@@ -37,9 +37,9 @@ def test_synthetic__a_cohort_of_100_is_fetched_in_50_ms() -> None:
     train = load_federation("synthetic").train
 
     def fetch() -> float:
-        start = time.perf_counter()
+        start = time.process_time()
         train.fetch(torch.arange(100))
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     assert min(fetch() for _ in range(10)) < 0.05
 

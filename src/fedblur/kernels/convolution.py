@@ -17,7 +17,6 @@ from torch.nn import grad as conv_grad
 from torch.overrides import TorchFunctionMode
 
 from fedblur.kernels import conv_ops
-from fedblur.kernels.pooling import max_pool2d
 
 Pair = tuple[int, int]
 Spec = tuple[Pair, Pair, Pair]  # stride, padding, dilation
@@ -31,8 +30,6 @@ class PerClientConvolutions(TorchFunctionMode):
     ) -> Any:
         if func in (F.conv2d, torch.conv2d):
             return _conv2d(*args, **(kwargs or {}))
-        if func in (F.max_pool2d, torch.max_pool2d):
-            return max_pool2d(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
