@@ -39,10 +39,14 @@ class Cell:
         return config_hash(self.config)
 
     @property
+    def shown(self) -> dict[str, Any]:
+        """The axes that make rows of the printed table; seeds are averaged over."""
+        return {name: value for name, value in self.axes.items() if name != "seed"}
+
+    @property
     def group(self) -> str:
-        """The printed row that this cell belongs to: `LABEL | epsilon=2`; seeds are averaged over."""
-        shown = [f"{name}={value}" for name, value in self.axes.items() if name != "seed"]
-        return " | ".join([self.label, *shown])
+        """The printed row that this cell belongs to: `LABEL | epsilon=2`."""
+        return " | ".join([self.label, *(f"{name}={value}" for name, value in self.shown.items())])
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,8 @@ class Line:
     """One printed row: the mean over seeds."""
 
     group: str
+    label: str
+    axes: dict[str, Any]
     seeds: int
     accuracy: float  # percent, final round
     spread: float  # sample standard deviation over seeds; 0 for one seed
@@ -135,18 +141,23 @@ class Line:
 
 def aggregate(spec: Spec, results: Mapping[str, Mapping[str, Any]]) -> list[Line]:
     """Mean ± standard deviation over seeds, in the order of the file."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
+    groups: dict[str, list[Cell]] = {}
     for cell in spec.cells:
         if cell.key in results:
-            groups.setdefault(cell.group, []).append(results[cell.key])
-    return [_line(group, members, spec.expected.get(group)) for group, members in groups.items()]
+            groups.setdefault(cell.group, []).append(cell)
+    return [
+        _line(cells[0], [results[cell.key] for cell in cells], spec.expected.get(group))
+        for group, cells in groups.items()
+    ]
 
 
-def _line(group: str, members: list[Mapping[str, Any]], expected: float | None) -> Line:
+def _line(cell: Cell, members: list[Mapping[str, Any]], expected: float | None) -> Line:
     scores = [100 * member["accuracy"] for member in members]
     shares = [share for member in members if (share := member["local_only"]["clipped_share"]) is not None]
     return Line(
-        group=group,
+        group=cell.group,
+        label=cell.label,
+        axes=cell.shown,
         seeds=len(members),
         accuracy=statistics.mean(scores),
         spread=statistics.stdev(scores) if len(scores) > 1 else 0.0,

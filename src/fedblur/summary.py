@@ -77,7 +77,7 @@ def privacy_statement(setup: Setup, state: ServerState) -> dict[str, Any]:
         "expected_cohort": plan.expected_cohort,
         "releases": spends,
         "trust_model": config.mechanism.trust,
-        "tuning": f"settings chosen before this run are not accounted; accuracy was measured on {config.evaluate} data",
+        "tuning": f"Settings chosen before this run are not accounted; accuracy was measured on {config.evaluate} data",
         "signal_to_noise": signal_to_noise(vector_plan(protocol), sent_coordinates(protocol)),
     }
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 
 class RunProgress:
@@ -23,12 +24,13 @@ class RunProgress:
         self.accuracy = self.epsilon = self.clipped = math.nan
         self.progress = Progress(
             TextColumn("{task.description}"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=24),
-            TextColumn("accuracy {task.fields[accuracy]}  ε {task.fields[epsilon]}  clipped {task.fields[clipped]}"),
-            TimeRemainingColumn(compact=True),
+            MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=7)),
+            BarColumn(bar_width=None, table_column=Column(ratio=1, max_width=24)),
+            TextColumn("acc {task.fields[accuracy]} ε {task.fields[epsilon]} clipped {task.fields[clipped]}"),
+            TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True, min_width=5)),
             console=console or Console(stderr=True),
             disable=quiet,
+            expand=True,
         )
         self.tasks: dict[str, TaskID] = {}
 

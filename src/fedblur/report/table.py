@@ -14,6 +14,9 @@ def render(title: str, lines: Sequence[Line]) -> Table:
     with_expected = any(line.expected is not None for line in lines)
     table = Table(title=title, title_justify="left")
     table.add_column("")
+    axes = list(lines[0].axes) if lines else []
+    for name in axes:
+        table.add_column(name.replace(".", ".\n"), justify="right")  # dotted names are long: two lines
     columns = [
         "accuracy %",
         *(["paper %"] if with_expected else []),
@@ -27,7 +30,8 @@ def render(title: str, lines: Sequence[Line]) -> Table:
     for line in lines:
         expected = "" if line.expected is None else f"{line.expected:.2f}"
         table.add_row(
-            line.group,
+            line.label,
+            *(str(line.axes[name]) for name in axes),
             f"{line.accuracy:.2f} ± {line.spread:.2f}" if line.seeds > 1 else f"{line.accuracy:.2f}",
             *([expected] if with_expected else []),
             str(line.seeds),
