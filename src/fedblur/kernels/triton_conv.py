@@ -9,6 +9,7 @@ out and added, never by atomics: a repeated run gives the same bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -189,19 +190,45 @@ def _precision(tensor: Tensor) -> str:
     return "ieee" if tensor.dtype == torch.float32 else "tf32"  # no meaning for bf16
 
 
+class Tiles(NamedTuple):
+    """How a kernel is cut: rows, columns and depth of a tile, warps, and loads in flight."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+def forward_tiles(g: Geometry) -> Tiles:
+    columns = _tile(g.outputs, 128)
+    depth = _tile(g.channels * g.kernel[0] * g.kernel[1], 32) if g.channels < 16 else _tile(g.channels, 64)
+    return Tiles(128, columns, depth, 8 if columns >= 128 else 4, 3)
+
+
+def input_grad_tiles(g: Geometry) -> Tiles:
+    columns = _tile(g.channels, 128)
+    return Tiles(128, columns, _tile(g.outputs, 64), 8 if columns >= 128 else 4, 3)
+
+
+def weight_grad_tiles(g: Geometry) -> Tiles:
+    rows = _tile(g.outputs, 128)
+    flat = g.channels < 16
+    columns = _tile(g.kernel[0] * g.kernel[1] * g.channels, 64) if flat else _tile(g.channels, 128)
+    return Tiles(rows, columns, 64, 8 if rows * columns >= 128 * 128 else 4, 3)
+
+
 def forward(x: Tensor, w: Tensor, bias: Tensor | None, g: Geometry) -> Tensor:
     """x [clients, B, H, W, C], w [clients, O, KH, KW, C], bias [clients, O] -> y [clients, B, OH, OW, O]."""
     out_h, out_w = g.out_size
     y = x.new_empty(g.clients, g.batch, out_h, out_w, g.outputs)
-    flat = g.channels < 16
-    bm, bn = 128, _tile(g.outputs, 128)
-    bk = _tile(g.channels * g.kernel[0] * g.kernel[1], 32) if flat else _tile(g.channels, 64)
+    bm, bn, bk, warps, stages = forward_tiles(g)
     grid = (triton.cdiv(g.batch * out_h * out_w, bm), triton.cdiv(g.outputs, bn), g.clients)
     _forward_kernel[grid](
         x, w, w if bias is None else bias, y, g.batch, g.height, g.width, g.channels, out_h, out_w, g.outputs,
         **g.constants(),
-        BM=bm, BN=bn, BK=bk, FLAT=flat, C=g.channels, PRECISION=_precision(x), BIAS=bias is not None,
-        num_warps=8 if bn >= 128 else 4, num_stages=3,
+        BM=bm, BN=bn, BK=bk, FLAT=g.channels < 16, C=g.channels, PRECISION=_precision(x), BIAS=bias is not None,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return y
 
@@ -210,11 +237,11 @@ def input_grad(gy: Tensor, w: Tensor, g: Geometry) -> Tensor:
     """gy [clients, B, OH, OW, O] -> gx [clients, B, H, W, C]."""
     out_h, out_w = g.out_size
     gx = gy.new_empty(g.clients, g.batch, g.height, g.width, g.channels)
-    bm, bn, bk = 128, _tile(g.channels, 128), _tile(g.outputs, 64)
+    bm, bn, bk, warps, stages = input_grad_tiles(g)
     grid = (triton.cdiv(g.batch * g.height * g.width, bm), triton.cdiv(g.channels, bn), g.clients)
     _input_grad_kernel[grid](
         gy, w, gx, g.batch, g.height, g.width, g.channels, out_h, out_w, g.outputs, **g.constants(),
-        BM=bm, BN=bn, BK=bk, PRECISION=_precision(gy), num_warps=8 if bn >= 128 else 4, num_stages=3,
+        BM=bm, BN=bn, BK=bk, PRECISION=_precision(gy), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return gx
 
@@ -224,8 +251,7 @@ def weight_grad(gy: Tensor, x: Tensor, g: Geometry) -> Tensor:
     out_h, out_w = g.out_size
     kh, kw = g.kernel
     flat = g.channels < 16
-    bo, bk = _tile(g.outputs, 128), 64
-    bn = _tile(kh * kw * g.channels, 64) if flat else _tile(g.channels, 128)
+    bo, bn, bk, warps, stages = weight_grad_tiles(g)
     columns = triton.cdiv(kh * kw * g.channels, bn) if flat else kh * kw * triton.cdiv(g.channels, bn)
     tiles = triton.cdiv(g.outputs, bo) * columns
     rows = g.batch * out_h * out_w
@@ -235,6 +261,6 @@ def weight_grad(gy: Tensor, x: Tensor, g: Geometry) -> Tensor:
     _weight_grad_kernel[(tiles, splits, g.clients)](
         gy, x, parts, g.batch, g.height, g.width, g.channels, out_h, out_w, g.outputs, splits, stride_rows,
         **g.constants(), BO=bo, BN=bn, BK=bk, FLAT=flat, C=g.channels, PRECISION=_precision(gy),
-        num_warps=8 if bo * bn >= 128 * 128 else 4, num_stages=3,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return (parts[:, 0] if splits == 1 else parts.sum(1)).to(gy.dtype)

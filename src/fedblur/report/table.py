@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from fedblur.experiments import Line
@@ -12,7 +13,7 @@ from fedblur.experiments import Line
 def render(title: str, lines: Sequence[Line]) -> Table:
     """Rows with mean ± standard deviation over seeds, and a paper's figures beside them where there are any."""
     with_expected = any(line.expected is not None for line in lines)
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     axes = list(lines[0].axes) if lines else []
     for name in axes:
