@@ -1,4 +1,4 @@
-"""Times tile sizes of the convolution kernels on the shapes of our models, best first: where `triton_conv.*_tiles` come from."""
+"""Times tile sizes of the convolution kernels on the shapes of our models: where `triton_conv.*_tiles` come from."""
 
 from __future__ import annotations
 

@@ -186,12 +186,17 @@ def _tile(size: int, most: int) -> int:
     return min(most, max(16, triton.next_power_of_2(size)))
 
 
+def _depth(channels: int) -> int:
+    """Shallow tiles keep more of them in flight; deep ones pay only where there are many channels."""
+    return _tile(channels, 32 if channels <= 64 else 64)
+
+
 def _precision(tensor: Tensor) -> str:
     return "ieee" if tensor.dtype == torch.float32 else "tf32"  # no meaning for bf16
 
 
 class Tiles(NamedTuple):
-    """How a kernel is cut: rows, columns and depth of a tile, warps, and loads in flight."""
+    """How a kernel is cut: rows, columns and depth of a tile, warps, and loads in flight (benchmarks/tune_kernels.py)."""
 
     rows: int
     columns: int
@@ -202,20 +207,22 @@ class Tiles(NamedTuple):
 
 def forward_tiles(g: Geometry) -> Tiles:
     columns = _tile(g.outputs, 128)
-    depth = _tile(g.channels * g.kernel[0] * g.kernel[1], 32) if g.channels < 16 else _tile(g.channels, 64)
-    return Tiles(128, columns, depth, 8 if columns >= 128 else 4, 3)
+    depth = _tile(g.channels * g.kernel[0] * g.kernel[1], 32) if g.channels < 16 else _depth(g.channels)
+    return Tiles(128, columns, depth, 8 if columns >= 128 else 4, 2 if depth <= 32 else 3)
 
 
 def input_grad_tiles(g: Geometry) -> Tiles:
     columns = _tile(g.channels, 128)
-    return Tiles(128, columns, _tile(g.outputs, 64), 8 if columns >= 128 else 4, 3)
+    depth = _depth(g.outputs)
+    return Tiles(128, columns, depth, 8 if columns >= 128 else 4, 2 if depth <= 32 else 3)
 
 
 def weight_grad_tiles(g: Geometry) -> Tiles:
     rows = _tile(g.outputs, 128)
     flat = g.channels < 16
     columns = _tile(g.kernel[0] * g.kernel[1] * g.channels, 64) if flat else _tile(g.channels, 128)
-    return Tiles(rows, columns, 64, 8 if rows * columns >= 128 * 128 else 4, 3)
+    large = rows * columns >= 128 * 128
+    return Tiles(rows, columns, 64 if large else 128, 8 if large else 4, 2 if flat else 3)
 
 
 def forward(x: Tensor, w: Tensor, bias: Tensor | None, g: Geometry) -> Tensor:
