@@ -196,7 +196,7 @@ def _precision(tensor: Tensor) -> str:
 
 
 class Tiles(NamedTuple):
-    """How a kernel is cut: rows, columns and depth of a tile, warps, and loads in flight (benchmarks/tune_kernels.py)."""
+    """How a kernel is cut: a tile's rows, columns and depth, warps, loads in flight (benchmarks/tune_kernels.py)."""
 
     rows: int
     columns: int
