@@ -204,8 +204,8 @@ def test_ranks__have_a_gpu_each(second_of_two: None, monkeypatch: pytest.MonkeyP
 
 
 def test_ranks__what_runs_in_one_process_is_refused(second_of_two: None) -> None:
-    with pytest.raises(ConfigError, match="fedblur table runs in one process; start it without torchrun"):
-        demand_one_process("fedblur table")
+    with pytest.raises(ConfigError, match="a table runs in one process; start it without torchrun"):
+        demand_one_process("a table")
 
 
 def test_ranks__a_time_limit_must_be_positive(second_of_two: None) -> None:

@@ -12,7 +12,6 @@ from rich.console import Console
 
 from fedblur.commands.run import DataDir, Device, EngineOption, Json, PrecisionOption, Quiet, make_machine
 from fedblur.config import canonical
-from fedblur.engines.distributed import demand_one_process
 from fedblur.experiments import Cell, aggregate, read_spec, run_table
 from fedblur.report.progress import RunProgress
 from fedblur.report.table import render
@@ -36,7 +35,6 @@ def table(
     Results are small JSON files named by the hash of their cell: a table that was stopped goes on where it was, and a
     changed setting computes only the cells that it changes.
     """
-    demand_one_process("fedblur table")
     spec = read_spec(path)
     folder = out or Path("runs") / path.stem
     console = Console(stderr=True)

@@ -236,7 +236,7 @@ def _connect(ranks: Ranks) -> None:
     limit, on_gpu = timedelta(seconds=ranks.timeout), ranks.device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(ranks.device)
-    with ranks._collective():
+    try:
         store, number, world = next(rendezvous("env://", timeout=limit))
         store = PrefixStore(f"fedblur-{next(_sessions)}", store)
         dist.init_process_group(
@@ -247,6 +247,11 @@ def _connect(ranks: Ranks) -> None:
             world_size=world,
             device_id=ranks.device if on_gpu else None,
         )
+    except RuntimeError as error:
+        raise RunError(
+            f"rank {ranks.rank} cannot reach the other ranks: {str(error).splitlines()[0][:200]}; check the network "
+            "between them (GLOO_SOCKET_IFNAME names the interface to use)"
+        ) from error
 
 
 @contextmanager
