@@ -20,7 +20,7 @@ CASES = {
         **SHARED, "seed": 3, "server": "momentum", "clipping": "adaptive", "mask": "momentum", "averaging": "ema",
     },
     "few": {**SHARED, "seed": 3, "sample_rate": 0.003},  # cohorts of none, one, two
-    "whole": {"seed": 5, "rounds": 40, "method": "blur+lus", "checkpoint_every": 4},  # FLAGS of `test_distributed.py`
+    "whole": {"seed": 5, "rounds": 80, "method": "blur+lus", "checkpoint_every": 4},  # FLAGS of `test_distributed.py`
     "unseeded": {**SHARED, "method": "blur+lus"},
 }  # fmt: skip
 

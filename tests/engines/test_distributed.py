@@ -25,7 +25,7 @@ from tests.engines.ranks import CASES, case
 from tests.worlds import CPU, job_for
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-FLAGS = ["--seed", "5", "--rounds", "40", "--method", "blur+lus", "--set", "checkpoint_every=4", "--quiet"]
+FLAGS = ["--seed", "5", "--rounds", "80", "--method", "blur+lus", "--set", "checkpoint_every=4", "--quiet"]
 PATIENCE = 120
 
 Launch = Callable[..., subprocess.Popen[str]]
@@ -143,7 +143,7 @@ def test_a_killed_rank__stops_the_other_and_the_run_goes_on(tmp_path: Path, both
         else:
             fedblur.resume(broken)
         assert alike(json_rows(broken), json_rows(whole))
-        assert spent_rounds(broken) == list(range(1, 41))
+        assert spent_rounds(broken) == list(range(1, 81))
 
 
 @pytest.mark.slow

@@ -256,18 +256,21 @@ def _connect(ranks: Ranks) -> None:
 
 @contextmanager
 def _stopped_by_torchrun(ranks: Ranks) -> Iterator[None]:
-    """When a process ends, torchrun sends SIGTERM to the others: a message and an orderly end, once."""
+    """One orderly end. When a process ends, torchrun sends SIGTERM to the others; at Ctrl-C all get SIGINT twice."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(number: int, frame: object) -> None:
-        if not ranks.stopping:
-            raise ranks.lost("torchrun ended this process")
+        if ranks.stopping:
+            return
+        error = ranks.lost("torchrun ended this process")
+        raise error if number == signal.SIGTERM else KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, stop)
+    before = [(number, signal.signal(number, stop)) for number in (signal.SIGTERM, signal.SIGINT)]
     try:
         yield
     finally:
-        if not ranks.stopping:  # else SIGTERM may still come, and must not cut off the error's message
-            signal.signal(signal.SIGTERM, before)
+        if not ranks.stopping:  # else more signals may come, and must not cut off the error's message
+            for number, handler in before:
+                signal.signal(number, handler)
