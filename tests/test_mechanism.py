@@ -71,5 +71,5 @@ def test_invariant_8__fewer_noise_shares_than_planned_abort_the_round() -> None:
 
 def test_gaussian__shares_are_independent_of_each_other() -> None:
     request = release(dimension=2000, cohort=2)
-    shares = Gaussian("clients")._shares(2, 0, request, Seeded.root(0))
+    shares = Gaussian("clients")._shares(range(2), request, Seeded.root(0))
     assert abs(float(torch.corrcoef(shares)[0, 1])) < 0.1

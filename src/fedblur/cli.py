@@ -9,6 +9,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from fedblur.commands import data, plan, run, table
+from fedblur.engines.distributed import rank
 from fedblur.errors import FedBlurError
 from fedblur.version import version
 
@@ -34,7 +35,8 @@ class Guarded(TyperGroup):
             raise typer.Exit(STOPPED) from None
 
     def _say(self, line: str) -> None:
-        Console(stderr=True, soft_wrap=True).print(" ".join(line.split()), markup=False, highlight=False)
+        who = f"rank {rank()}: " if rank() else ""
+        Console(stderr=True, soft_wrap=True).print(who + " ".join(line.split()), markup=False, highlight=False)
 
 
 app = typer.Typer(

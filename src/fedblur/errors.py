@@ -30,6 +30,10 @@ class RunError(FedBlurError):
     """A run folder that cannot be written, read or continued."""
 
 
+class LostRankError(RunError):
+    """Another process of a run that is gone or does not answer."""
+
+
 class DivergedError(FedBlurError):
     """Local training that gives nothing but NaN or infinite updates."""
 

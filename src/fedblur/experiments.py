@@ -18,6 +18,7 @@ from typing import Any
 
 from fedblur.checkpoint import write_atomically
 from fedblur.config import Config, apply_overrides, canonical, config_hash, from_dict, read_toml
+from fedblur.engines.distributed import demand_one_process
 from fedblur.errors import ConfigError, nearest
 from fedblur.runfolder import RunFolder
 from fedblur.setup import Machine
@@ -100,6 +101,7 @@ def run_table(
     watch: Callable[[Cell, int], Watcher | None] = lambda cell, index: None,
 ) -> dict[str, dict[str, Any]]:
     """Run every cell that has no result yet; a cell that was stopped goes on. Returns results by key."""
+    demand_one_process("a table")
     results: dict[str, dict[str, Any]] = {}
     for index, cell in enumerate(spec.cells):
         path = out / "results" / f"{cell.key}.json"

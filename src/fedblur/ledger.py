@@ -101,6 +101,16 @@ class Ledger:
         return accounting.epsilon(spent[0][1], len(spent), self.budget.delta, self.budget.accountant)
 
 
+class ForeignLedger(Ledger):
+    """The ledger of a process that releases nothing: another one keeps it, and to touch it here is an error."""
+
+    def __init__(self, path: Path, budget: Budget) -> None:
+        self.path, self.budget = path, budget
+
+    def _connect(self) -> _Connection:
+        raise PrivacyError("only rank 0 keeps the ledger and releases anything")
+
+
 def _text(event: events.Event) -> str:
     return json.dumps(events.to_json(event), sort_keys=True)
 

@@ -9,10 +9,11 @@ Everything up to the noisy sum stays inside the trusted boundary; only the noisy
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedblur.accounting import PrivacyPlan
 from fedblur.adaptive import Adaptive
@@ -21,7 +22,7 @@ from fedblur.client import Block, ClientJob
 from fedblur.clipping import Bounded
 from fedblur.config import LocalTraining
 from fedblur.diagnostics import Diagnostics
-from fedblur.engines import Engine
+from fedblur.engines import Alone, Engine, Processes, Task
 from fedblur.functional import Forward, Layout
 from fedblur.ledger import Ledger
 from fedblur.masks import Mask
@@ -50,6 +51,7 @@ class Protocol:
     bounding: Bounding = "clip"
     clipping: Adaptive | None = None
     mask: Mask | None = None
+    processes: Processes = field(default_factory=Alone)
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,11 @@ def run_round(protocol: Protocol, state: ServerState, rng: Rng) -> RoundResult:
     protocol.ledger.demand_room(round_, event, replay=not rng.private)
 
     cohort = plan.sampler.cohort(rng.child("cohort"))  # P_t: private, it stays here
-    job = _job(protocol, state)
+    job = client_job(protocol, state)
     width, bound = job.message.width(protocol.layout.total), job.message.l2_bound(job.clip_norm)
     release = Release(width, bound, plan.noise_multiplier, len(cohort), state.theta.device, round_)
-    diagnostics = Diagnostics(job.message.vector_width(protocol.layout.total), job.clip_norm)
-    blocks = _observed(protocol.engine.map_clients(job, cohort, rng), diagnostics)
-    total = protocol.mechanism.accumulate(blocks, release, rng)
+    part = protocol.processes.announce(Task(job, release, cohort))
+    total, diagnostics = protocol.processes.collect(*sum_clients(protocol, part, rng), part.release)
     noisy = protocol.mechanism.release(total, release, rng)
 
     protocol.ledger.spend(round_, event, replay=not rng.private)  # on disk before anything leaves (invariant 6)
@@ -87,7 +88,15 @@ def run_round(protocol: Protocol, state: ServerState, rng: Rng) -> RoundResult:
     return RoundResult(state, diagnostics.report(release.noise_std, plan.expected_cohort))
 
 
-def _job(protocol: Protocol, state: ServerState) -> ClientJob:
+def sum_clients(protocol: Protocol, task: Task, rng: Rng) -> tuple[Tensor, Diagnostics]:
+    """The sum of the messages of these clients, without noise of the server: it stays inside the boundary."""
+    job = task.job
+    diagnostics = Diagnostics(job.message.vector_width(protocol.layout.total), job.clip_norm)
+    blocks = _observed(protocol.engine.map_clients(job, task.cohort, rng), diagnostics)
+    return protocol.mechanism.accumulate(blocks, task.release, rng), diagnostics
+
+
+def client_job(protocol: Protocol, state: ServerState) -> ClientJob:
     """What clients are asked to do: the model, and this round's clip norm and support."""
     start, clip_norm = protocol.layout.unflatten(state.theta), protocol.clip_norm
     support, bit_weight = None, 0.0

@@ -13,11 +13,12 @@ from fedblur.accounting import PrivacyPlan, make_plan
 from fedblur.config import Config
 from fedblur.data.federation import load_federation
 from fedblur.data.population import Federation, Samples
-from fedblur.engines import choose_engine
+from fedblur.engines import Alone, choose_engine
+from fedblur.engines.distributed import Ranks, own_device
 from fedblur.engines.local import EngineName
 from fedblur.errors import ConfigError
 from fedblur.functional import Layout, as_function, check_model, initial_vector
-from fedblur.ledger import Budget, Ledger
+from fedblur.ledger import Budget, ForeignLedger, Ledger
 from fedblur.mechanisms import Mechanism
 from fedblur.mechanisms.base import Conditions
 from fedblur.models import make_model
@@ -36,6 +37,7 @@ class Machine:
     engine: EngineName = "auto"
     data_dir: Path | None = None
     precision: Precision = "auto"
+    rank_timeout: float = 600.0  # seconds that processes under torchrun wait for each other
 
     def half(self, device: torch.device) -> bool:
         """Whether to compute in bfloat16 (weights, updates and sums stay float32): on GPUs that have it."""
@@ -43,10 +45,11 @@ class Machine:
         return self.precision == "bf16" or (self.precision == "auto" and able)
 
     def torch_device(self) -> torch.device:
-        if self.device == "auto":
+        name = own_device(self.device)
+        if name == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
-            device = torch.device(self.device)
+            device = torch.device(name)
             torch.zeros(1, device=device)
         except (RuntimeError, AssertionError) as error:
             reason = str(error).splitlines()[0]
@@ -74,6 +77,7 @@ def prepare(
     machine: Machine,
     federation: Federation | None = None,
     module: nn.Module | None = None,
+    ranks: Ranks | None = None,
 ) -> Setup:
     """Check and build everything. `federation` and `module` replace what the configuration names."""
     device, rng = machine.torch_device(), make_rng(config.seed)
@@ -87,6 +91,7 @@ def prepare(
     plan = plan_for(config, data.train.clients, layout.total)
     if config.clipping is not None:
         config.clipping.vector_multiplier(plan.noise_multiplier, plan.expected_cohort)  # refuses before a round
+    keeper = ForeignLedger if ranks is not None and ranks.rank else Ledger
     protocol = Protocol(
         plan=plan,
         engine=choose_engine(
@@ -95,7 +100,7 @@ def prepare(
         mechanism=mechanism_for(config, plan.sampler, layout.total),
         server=config.server,
         averaging=config.averaging,
-        ledger=Ledger(ledger, Budget(plan.epsilon_target, plan.delta, config.accountant, config.rounds)),
+        ledger=keeper(ledger, Budget(plan.epsilon_target, plan.delta, config.accountant, config.rounds)),
         forward=as_function(module, machine.half(device)),
         layout=layout,
         local=config.local,
@@ -104,8 +109,12 @@ def prepare(
         bounding=config.bounding,
         clipping=config.clipping,
         mask=config.mask,
+        processes=ranks or Alone(),
     )
     words = f"{protocol.engine}, {'bf16' if machine.half(device) else 'fp32'}"
+    if ranks is not None:
+        ranks.ready(data.train, layout.total)
+        words += f", {ranks}"
     return Setup(config, data, module, initial.to(device), protocol, rng, held_out(config, data), words)
 
 

@@ -20,10 +20,11 @@ from fedblur.checkpoint import Checkpoint, load_newest, save_checkpoint, write_a
 from fedblur.config import Config, canonical, differences, from_dict, to_dict
 from fedblur.data.population import Federation
 from fedblur.engines import suitable_threads
-from fedblur.errors import DivergedError, PrivacyError, RunError
+from fedblur.engines.distributed import Ranks, demand_one_process, together
+from fedblur.errors import DivergedError, LostRankError, PrivacyError, RunError
 from fedblur.evaluation import evaluate
-from fedblur.functional import load_vector
-from fedblur.round import run_round
+from fedblur.functional import initial_vector, load_vector
+from fedblur.round import client_job, run_round, sum_clients
 from fedblur.runfolder import RunFolder
 from fedblur.server import ServerState, published
 from fedblur.setup import Machine, Setup, prepare
@@ -61,17 +62,38 @@ def train(
     module: nn.Module | None = None,
     watch: Watcher | None = None,
 ) -> Run:
-    """Run a configuration from the start. `federation` and `module` bring your own data and model."""
-    config = config or Config()
-    folder = RunFolder(Path(out) if out is not None else default_folder(config))
+    """Run a configuration from the start. `federation` and `module` bring your own data and model.
+
+    Under torchrun, call it on every rank: rank 0's configuration and folder count, and all get the same Run.
+    """
+    config, machine = config or Config(), machine or Machine()
+    with together(machine.torch_device, machine.rank_timeout) as ranks:
+        if ranks is not None and ranks.rank:
+            return _assist(ranks, machine, federation, module)
+        folder = RunFolder(Path(out) if out is not None else default_folder(config))
+        return _begin(config, folder, machine, federation, module, watch, ranks)
+
+
+def _begin(
+    config: Config,
+    folder: RunFolder,
+    machine: Machine,
+    federation: Federation | None,
+    module: nn.Module | None,
+    watch: Watcher | None,
+    ranks: Ranks | None,
+) -> Run:
     resolved = _resolved(config, federation, module)
+    if config.voting is not None:
+        demand_one_process(f"method {config.voting.part_name!r}")
     folder.begin(resolved)
     if config.voting is not None:
         from fedblur.voting.protocol import run_election  # which imports this file
 
-        return run_election(config, folder, resolved, machine or Machine(), federation, module, watch, new=True)
+        return run_election(config, folder, resolved, machine, federation, module, watch, new=True)
     try:
-        setup = prepare(config, folder.ledger, machine or Machine(), federation, module)
+        _greet(ranks, folder, resolved)
+        setup = prepare(config, folder.ledger, machine, federation, module, ranks)
     except BaseException:
         folder.abandon()  # nothing was released: leave no half-made run behind
         raise
@@ -79,7 +101,7 @@ def train(
     if config.averaging is not None:
         state = config.averaging.init(state)
     _save(folder, state, resolved)
-    return _loop(folder, setup, state, resolved, [], watch)
+    return _dismiss(ranks, setup, _loop(folder, setup, state, resolved, [], watch))
 
 
 def resume(
@@ -92,7 +114,23 @@ def resume(
     tell: Callable[[str], None] = print,
 ) -> Run:
     """Go on with a run from its last whole checkpoint. `tell` hears what had to be mended."""
-    folder = RunFolder(Path(path))
+    machine = machine or Machine()
+    with together(machine.torch_device, machine.rank_timeout) as ranks:
+        if ranks is not None and ranks.rank:
+            return _assist(ranks, machine, federation, module)
+        return _go_on(RunFolder(Path(path)), machine, federation, module, watch, tell, ranks)
+
+
+def _go_on(
+    folder: RunFolder,
+    machine: Machine,
+    federation: Federation | None,
+    module: nn.Module | None,
+    watch: Watcher | None,
+    tell: Callable[[str], None],
+    ranks: Ranks | None,
+) -> Run:
+    path = folder.path
     resolved = folder.resolved()
     checkpoint, notes = load_newest(folder.checkpoints)
     changed = differences(checkpoint.state["config"], resolved)
@@ -100,15 +138,16 @@ def resume(
         raise RunError(
             f"the configuration of {path} was changed ({'; '.join(changed)}); put it back or start a new run"
         )
-    _demand_own_parts(resolved, federation, module)
+    config = _config_of(resolved, federation, module)
     for note in notes:
         tell(note)
-    config = from_dict({key: value for key, value in resolved.items() if key != "own"})
     if config.voting is not None:
+        demand_one_process(f"method {config.voting.part_name!r}")
         from fedblur.voting.protocol import run_election  # which imports this file
 
-        return run_election(config, folder, resolved, machine or Machine(), federation, module, watch, new=False)
-    setup = prepare(config, folder.ledger, machine or Machine(), federation, module)
+        return run_election(config, folder, resolved, machine, federation, module, watch, new=False)
+    _greet(ranks, folder, resolved)
+    setup = prepare(config, folder.ledger, machine, federation, module, ranks)
     device = setup.initial.device
     tensors = {name: tensor.to(device) for name, tensor in checkpoint.tensors.items()}
     if tensors["theta"].shape != setup.initial.shape:
@@ -116,7 +155,44 @@ def resume(
             f"the checkpoint of {path} has {tensors['theta'].numel()} parameters, the model {setup.initial.numel()}"
         )
     state = ServerState.from_tensors(tensors, checkpoint.round)
-    return _loop(folder, setup, state, resolved, folder.truncate_rounds(checkpoint.round), watch)
+    rows = folder.truncate_rounds(checkpoint.round)
+    return _dismiss(ranks, setup, _loop(folder, setup, state, resolved, rows, watch))
+
+
+def _greet(ranks: Ranks | None, folder: RunFolder, resolved: dict[str, Any]) -> None:
+    """Tell the other ranks what this run is."""
+    if ranks is not None:
+        ranks.path = str(folder.path)
+        ranks.tell((ranks.path, resolved))
+
+
+def _dismiss(ranks: Ranks | None, setup: Setup, run: Run) -> Run:
+    """Tell the other ranks that the run is complete, and its result."""
+    if ranks is not None:
+        ranks.tell(None)
+        ranks.tell((run.summary, run.rounds, initial_vector(setup.module).cpu()))
+    return run
+
+
+def _assist(ranks: Ranks, machine: Machine, federation: Federation | None, module: nn.Module | None) -> Run:
+    """What ranks above 0 do: sum their part of each cohort until rank 0 says that it is over. They decide nothing."""
+    ranks.path, resolved = ranks.tell()
+    config = _config_of(resolved, federation, module)
+    setup = prepare(config, RunFolder(Path(ranks.path)).ledger, machine, federation, module, ranks)
+    protocol = setup.protocol
+    job = client_job(protocol, protocol.server.init(setup.initial))
+    with suitable_threads(setup.initial.device, protocol.layout.total):
+        while (task := ranks.hear(job)) is not None:
+            rng = setup.rng.child("round", task.release.round_)
+            ranks.collect(*sum_clients(protocol, task, rng), task.release)
+    summary, rows, vector = ranks.tell()
+    load_vector(setup.module, vector.to(setup.initial.device))
+    return Run(Path(ranks.path), summary, setup.module.eval(), rows)
+
+
+def _config_of(resolved: dict[str, Any], federation: Federation | None, module: nn.Module | None) -> Config:
+    _demand_own_parts(resolved, federation, module)
+    return from_dict({key: value for key, value in resolved.items() if key != "own"})
 
 
 def default_folder(config: Config) -> Path:
@@ -149,7 +225,7 @@ def _loop(
                 if watch is not None:
                     watch(rows[-1])
                 _demand_finite(rows[-1], config)
-    except (PrivacyError, DivergedError, KeyboardInterrupt):  # keep what has been paid for
+    except (PrivacyError, DivergedError, LostRankError, KeyboardInterrupt):  # keep what has been paid for
         if state.round > saved:
             _save(folder, state, resolved)
         _finish(folder, setup, state, rows)

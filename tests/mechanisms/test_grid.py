@@ -25,7 +25,7 @@ def test_rounding__no_row_is_longer_than_the_bound(clip_steps: float) -> None:
     bound = norm_bound(clip_steps, 256, BETA)
     for values in (on_sphere(200, 256, clip_steps), torch.full((50, 256), 0.5, dtype=torch.float64)):
         values = values * min(1.0, clip_steps / float(values.norm(dim=1).max()))
-        rounded = round_within(values, bound, 0, Seeded.root(0))
+        rounded = round_within(values, bound, range(len(values)), Seeded.root(0))
         assert float(rounded.norm(dim=1).max()) <= bound
         assert float((rounded - values).abs().max()) < 1
         assert torch.equal(rounded, rounded.round())
@@ -35,9 +35,9 @@ def test_rounding__what_exceeds_the_bound_is_drawn_again() -> None:
     """All halves: the plain rounding's squared norm is binomial, so a bound at its mean rejects about half."""
     values = torch.full((200, 64), 0.5, dtype=torch.float64)
     bound = math.sqrt(32)
-    rounded = round_within(values, bound, 0, Seeded.root(0))
+    rounded = round_within(values, bound, range(len(values)), Seeded.root(0))
     assert float(rounded.norm(dim=1).max()) <= bound
-    plain = round_within(values, math.inf, 0, Seeded.root(0))
+    plain = round_within(values, math.inf, range(len(values)), Seeded.root(0))
     assert 0.3 < float((plain.norm(dim=1) > bound).double().mean()) < 0.6
     kept = plain.norm(dim=1) <= bound
     assert torch.equal(rounded[kept], plain[kept])
@@ -45,15 +45,18 @@ def test_rounding__what_exceeds_the_bound_is_drawn_again() -> None:
 
 def test_rounding__is_unbiased_where_nothing_is_drawn_again() -> None:
     values = on_sphere(1, 50, 8.0).repeat(20_000, 1)
-    mean = round_within(values, math.inf, 0, Seeded.root(0)).mean(0)
+    mean = round_within(values, math.inf, range(len(values)), Seeded.root(0)).mean(0)
     assert float((mean - values[0]).abs().max()) < 5 * 0.5 / math.sqrt(20_000)
 
 
 def test_rounding__does_not_depend_on_blocks_of_clients() -> None:
     values, rng = on_sphere(6, 100, 20.0), Seeded.root(3)
     bound = norm_bound(20.0, 100, BETA)
-    parts = [round_within(values[:4], bound, 0, rng), round_within(values[4:], bound, 4, rng)]
-    assert torch.equal(torch.cat(parts), round_within(values, bound, 0, rng))
+    parts = [
+        round_within(values[:4], bound, range(4), rng),
+        round_within(values[4:], bound, range(4, len(values)), rng),
+    ]
+    assert torch.equal(torch.cat(parts), round_within(values, bound, range(len(values)), rng))
 
 
 def test_bound__is_the_smaller_of_two() -> None:

@@ -50,9 +50,9 @@ def test_sum__modulo_equals_the_true_sum_when_nothing_overflows(kind, mode: str)
     request, grid = Release(700, S, sigma, 7, CPU, round_=4), mechanism.grid(sigma)
     signs = mechanism.rotation.signs(4, CPU)
     steps = mechanism.rotation.forward(rows, signs) / grid.step(S)
-    truth = round_within(steps, grid.sensitivity, 0, rng).long()
+    truth = round_within(steps, grid.sensitivity, range(len(steps)), rng).long()
     if mode == "exact":
-        truth = truth + mechanism._shares(7, 0, grid, request, rng)
+        truth = truth + mechanism._shares(range(7), grid, request, rng)
     assert int(truth.sum(0).abs().max()) < grid.modulus // 2
     assert torch.equal(mechanism.accumulate(blocks(rows), request, rng), truth.sum(0))
 

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from fedblur.config import apply_overrides, canonical, from_dict, parse_value, read_toml
+from fedblur.engines.distributed import rank
 from fedblur.engines.local import EngineName
 from fedblur.errors import ConfigError
 from fedblur.report.progress import RunProgress
@@ -24,6 +25,7 @@ EngineOption = Annotated[str, typer.Option(help='"auto", "vectorised" (blocks of
 PrecisionOption = Annotated[
     str, typer.Option("--precision", help='"auto" (bf16 on a GPU that has it), "bf16", "fp32".')
 ]
+RankTimeout = Annotated[float, typer.Option(help="Under torchrun: seconds that processes wait for each other.")]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Any other setting: clip_norm=0.3, method.blur.strength=0.8."),
@@ -54,6 +56,7 @@ def run(
     device: Device = "auto",
     engine: EngineOption = "auto",
     precision: PrecisionOption = "auto",
+    rank_timeout: RankTimeout = 600.0,
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -71,8 +74,9 @@ def run(
     table |= {key: value for key, value in flags.items() if value is not None}
     resolved = from_dict(apply_overrides(table, set_ or []))
     folder = out or default_folder(resolved)
-    with RunProgress(resolved.rounds, quiet or json_) as progress:
-        done = train(resolved, out=folder, machine=make_machine(device, engine, data_dir, precision), watch=progress)
+    machine = make_machine(device, engine, data_dir, precision, rank_timeout)
+    with RunProgress(resolved.rounds, quiet or json_ or rank() > 0) as progress:
+        done = train(resolved, out=folder, machine=machine, watch=progress)
     _show(done, json_)
 
 
@@ -82,13 +86,15 @@ def resume(
     device: Device = "auto",
     engine: EngineOption = "auto",
     precision: PrecisionOption = "auto",
+    rank_timeout: RankTimeout = 600.0,
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Go on with a run that was stopped or killed, from its last whole checkpoint."""
     tell = Console(stderr=True).print
-    with RunProgress(None, quiet or json_) as progress:
-        done = resume_run(path, machine=make_machine(device, engine, data_dir, precision), watch=progress, tell=tell)
+    machine = make_machine(device, engine, data_dir, precision, rank_timeout)
+    with RunProgress(None, quiet or json_ or rank() > 0) as progress:
+        done = resume_run(path, machine=machine, watch=progress, tell=tell)
     _show(done, json_)
 
 
@@ -105,15 +111,19 @@ def _read(path: Path | None) -> dict[str, Any]:
     return table
 
 
-def make_machine(device: str, engine: str, data_dir: Path | None, precision: str = "auto") -> Machine:
+def make_machine(
+    device: str, engine: str, data_dir: Path | None, precision: str = "auto", rank_timeout: float = 600.0
+) -> Machine:
     """Where to compute, from the flags of a command."""
     for name, value, known in (("engine", engine, get_args(EngineName)), ("precision", precision, get_args(Precision))):
         if value not in known:
             raise ConfigError(f"{name}={value!r} must be one of {', '.join(known)}")
-    return Machine(device, cast(EngineName, engine), data_dir, cast(Precision, precision))
+    return Machine(device, cast(EngineName, engine), data_dir, cast(Precision, precision), rank_timeout)
 
 
 def _show(done: Run, as_json: bool) -> None:
+    if rank() > 0:
+        return
     if as_json:
         typer.echo(json.dumps(json.loads(canonical({"run": str(done.path), **done.summary})), indent=2))
     else:

@@ -2,5 +2,6 @@
 
 from fedblur.engines.base import Engine
 from fedblur.engines.local import LocalEngine, choose_engine, suitable_threads
+from fedblur.engines.processes import Alone, Processes, Task
 
-__all__ = ["Engine", "LocalEngine", "choose_engine", "suitable_threads"]
+__all__ = ["Alone", "Engine", "LocalEngine", "Processes", "Task", "choose_engine", "suitable_threads"]

@@ -39,10 +39,22 @@ class Release:
     cohort: int  # realised |P_t|: private, it sizes noise shares and never leaves
     device: torch.device
     round_: int = 0  # seeds what all parties share in a round and anyone may know
+    part: range | None = None  # which of the cohort's clients this process sums; None: all of them
 
     @property
     def noise_std(self) -> float:
         return self.noise_multiplier * self.clip_norm if self.noise_multiplier else 0.0
+
+    @property
+    def numbers(self) -> range:
+        """The numbers in the round of this process's clients, in the order in which they come: their streams' names."""
+        return range(self.cohort) if self.part is None else self.part
+
+    def next_numbers(self, sent: int, count: int) -> range:
+        """The numbers of the next `count` clients after `sent`; no number is used twice, so no share of noise is."""
+        if sent + count > len(self.numbers):
+            raise PrivacyError(f"{sent + count} clients came of the {len(self.numbers)} that were announced")
+        return self.numbers[sent : sent + count]
 
 
 class MechanismPart(Protocol):

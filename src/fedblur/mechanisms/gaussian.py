@@ -51,18 +51,20 @@ class Gaussian:
         for block in blocks:
             values = demand_bound(block, release)
             if self.placement == "clients":
-                values = values + self._shares(len(values), sent, release, rng)
+                values = values + self._shares(release.next_numbers(sent, len(values)), release, rng)
             total += values.sum(0, dtype=torch.float64)  # float64: the order of clients does not matter
             sent += len(values)
-        if self.placement == "clients" and sent < release.cohort:  # invariant 8: too few shares is too little noise
+        if self.placement == "clients" and sent < len(
+            release.numbers
+        ):  # invariant 8: too few shares is too little noise
             raise PrivacyError(
-                f"{sent} noise shares arrived of the {release.cohort} that they were sized for; round aborted"
+                f"{sent} noise shares arrived of the {len(release.numbers)} that they were sized for; round aborted"
             )
         return total
 
-    def _shares(self, count: int, sent: int, release: Release, rng: Rng) -> Tensor:
+    def _shares(self, numbers: range, release: Release, rng: Rng) -> Tensor:
         std = release.noise_std / math.sqrt(release.cohort)
-        draws = [rng.child("share", sent + i).normal(release.dimension, release.device) for i in range(count)]
+        draws = [rng.child("share", i).normal(release.dimension, release.device) for i in numbers]
         return std * torch.stack(draws)
 
     def release(self, total: Tensor, release: Release, rng: Rng) -> Tensor:

@@ -142,14 +142,15 @@ class SecureSum:
         sent = 0
         for block in blocks:
             steps = rotation.forward(demand_bound(block, release), signs) / grid.step(release.clip_norm)
-            whole = round_within(steps, grid.sensitivity, sent, rng).long()  # [clients, d']
+            numbers = release.next_numbers(sent, len(steps))
+            whole = round_within(steps, grid.sensitivity, numbers, rng).long()  # [clients, d']
             if self.part.mode == "exact":
-                whole += self._shares(len(whole), sent, grid, release, rng)
+                whole += self._shares(numbers, grid, release, rng)
             total = grid.wrap(total + grid.wrap(whole).sum(0))
             sent += len(whole)
-        if self.part.mode == "exact" and sent < release.cohort:  # invariant 8: too few shares is too little noise
+        if self.part.mode == "exact" and sent < len(release.numbers):  # invariant 8: too few shares is too little noise
             raise PrivacyError(
-                f"{sent} noise shares arrived of the {release.cohort} that they were sized for; round aborted"
+                f"{sent} noise shares arrived of the {len(release.numbers)} that they were sized for; round aborted"
             )
         return total
 
@@ -163,9 +164,9 @@ class SecureSum:
         signs = rotation.signs(release.round_, release.device)
         return rotation.inverse(values[None], signs)[0].float()
 
-    def _shares(self, count: int, sent: int, grid: Grid, release: Release, rng: Rng) -> Tensor:
+    def _shares(self, numbers: range, grid: Grid, release: Release, rng: Rng) -> Tensor:
         std = grid.noise_steps / math.sqrt(release.cohort)
-        streams = [Coins(rng.child("share", sent + row), release.device) for row in range(count)]
+        streams = [Coins(rng.child("share", number), release.device) for number in numbers]
         return torch.stack([self.part.draw(std, self.rotation.padded, coins) for coins in streams])
 
     def _grid_of(self, release: Release) -> Grid:

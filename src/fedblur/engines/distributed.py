@@ -1,0 +1,276 @@
+"""Several processes, started by `torchrun`: each simulates a part of every cohort, rank 0 does all the rest.
+
+    rank 0         cohort → announce → its clients → collect → noise → ledger → server step → files
+    other ranks               hear   → their clients → collect
+
+Only rank 0 draws cohorts and noise, keeps the ledger and steps; the others are told the model anew in every round. So
+ranks cannot disagree on anything, with a seed or without one, and a rank that fails takes nothing with it: all others
+stop within the time limit, and the run folder can be resumed by any number of processes.
+
+Small messages go over gloo, tensors on GPUs over NCCL. All ranks need the same data, only rank 0 the run folder.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from fedblur.bounding import Message
+from fedblur.client import ClientJob
+from fedblur.data.population import Population
+from fedblur.diagnostics import Diagnostics
+from fedblur.engines.processes import Task
+from fedblur.errors import ConfigError, LostRankError, PrivacyError, RunError
+from fedblur.mechanisms.base import Release
+
+_sessions = count()  # each has its own keys in torchrun's store, which outlives them
+_CPU = torch.device("cpu")
+
+
+def launched() -> bool:
+    """Whether torchrun started this process."""
+    return bool(dist.is_available() and dist.is_torchelastic_launched())
+
+
+def rank() -> int:
+    """This process's number; 0 writes and speaks."""
+    return int(os.environ["RANK"]) if launched() else 0
+
+
+def own_device(name: str) -> str:
+    """The device that a name means for this process: under torchrun each has a GPU of its own."""
+    if not launched() or name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return name
+    local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if name not in ("auto", "cuda"):
+        if here > 1:
+            raise ConfigError(
+                f"device={name!r} is one device for {here} processes; use --device cuda, one GPU for each"
+            )
+        return name
+    gpus = torch.cuda.device_count()
+    if local >= gpus:
+        raise ConfigError(
+            f"process {local} of this machine has no GPU of its own, there are {gpus}; "
+            f"start torchrun with --nproc-per-node {max(gpus, 1)}, or use --device cpu"
+        )
+    return f"cuda:{local}"
+
+
+def demand_one_process(what: str) -> None:
+    """Refuse torchrun for what runs in one process only."""
+    if launched() and int(os.environ["WORLD_SIZE"]) > 1:
+        raise ConfigError(f"{what} runs in one process; start it without torchrun")
+
+
+@dataclass
+class Ranks:
+    """The processes of a run, from the inside of one of them."""
+
+    rank: int
+    world: int
+    device: torch.device
+    timeout: float  # seconds
+    population: Population | None = None  # set by `ready`
+    path: str = ""  # of the run folder
+    round_: int = 0
+    stopping: bool = field(default=False, init=False)
+
+    def __repr__(self) -> str:
+        return f"{self.world} processes"
+
+    # what rank 0 says to all others
+
+    def tell(self, message: Any = None) -> Any:
+        """What rank 0 gives here comes back on every rank."""
+        box = [message]
+        with self._collective():
+            dist.broadcast_object_list(box, src=0, device=_CPU)
+        return box[0]
+
+    def ready(self, population: Population, parameters: int) -> None:
+        """Wait until all ranks have their data and model, and refuse those that differ."""
+        self.population = population
+        facts: list[Any] = [None] * self.world
+        with self._collective():
+            dist.all_gather_object(facts, (population.clients, parameters))
+        other = next((i for i, fact in enumerate(facts) if fact != facts[0]), None)
+        if other is not None:
+            (clients, size), (clients_there, size_there) = facts[0], facts[other]
+            raise RunError(
+                f"rank 0 has {clients} clients and {size} parameters, rank {other} has {clients_there} and "
+                f"{size_there}; give all ranks the same data and model"
+            )
+
+    def announce(self, task: Task) -> Task:
+        """Rank 0: the round's model, clip norm and cohort to all; its own part of the clients comes back."""
+        assert self.population is not None
+        self.round_ = task.release.round_
+        job, message, order = task.job, task.job.message, task.cohort
+        if len(order):  # as the engine sorts them in one process: clients' numbers are the same, and parts are alike
+            order = order[torch.argsort(self.population.fetch(order).sizes, stable=True).cpu()]
+        kept = None if message.support is None else len(message.support)
+        self.tell((replace(task.release, device=_CPU), job.clip_norm, message.bit_weight, kept))
+        self._broadcast(order)
+        self._broadcast(job.layout.flatten(job.start))
+        if message.support is not None:
+            self._broadcast(message.support)
+        return self._part(Task(job, task.release, order))
+
+    def hear(self, job: ClientJob) -> Task | None:
+        """Other ranks: their part of the next round; None when rank 0 needs them no more."""
+        told = self.tell()
+        if told is None:
+            return None
+        release, clip_norm, bit_weight, kept = told
+        cohort = self._broadcast(torch.empty(release.cohort, dtype=torch.int64))
+        start = self._broadcast(torch.empty(job.layout.total, device=self.device))
+        support = None
+        if kept is not None:
+            support = self._broadcast(torch.empty(kept, dtype=torch.int64, device=self.device))
+        message = Message(job.message.bounding, support, bit_weight)
+        job = replace(job, start=job.layout.unflatten(start), clip_norm=clip_norm, message=message)
+        return self._part(Task(job, replace(release, device=self.device), cohort))
+
+    def _part(self, task: Task) -> Task:
+        """Every world-th client; `numbers` keeps their numbers in the round, so no two noise shares are the same."""
+        self.round_ = task.release.round_
+        numbers = range(self.rank, len(task.cohort), self.world)
+        return Task(task.job, replace(task.release, part=numbers), task.cohort[self.rank :: self.world])
+
+    # what all ranks give to rank 0
+
+    def collect(self, total: Tensor, seen: Diagnostics, release: Release) -> tuple[Tensor, Diagnostics]:
+        """At rank 0: the sum of all ranks' sums (whole numbers stay whole), and all clients' figures in their order."""
+        summed = torch.tensor(sum(len(norms) for norms in seen.norms))
+        with self._collective():
+            dist.all_reduce(summed)  # nobody goes on before all are done
+        if int(summed) != release.cohort:  # invariant 8
+            raise PrivacyError(f"{int(summed)} clients of a cohort of {release.cohort} were summed; round aborted")
+        figures = torch.zeros(3, release.cohort, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(2, seen.coordinates, device=self.device)
+        if seen.clipped_sum is not None and seen.bias_sum is not None:
+            mine = release.numbers
+            rows = [torch.cat(part) for part in (seen.norms, seen.kept_norms, seen.trained_norms)]
+            figures[:, mine.start : mine.stop : mine.step] = torch.stack(rows)
+            sums = torch.stack([seen.clipped_sum, seen.bias_sum])
+        total, figures, sums = self._reduce(total), self._reduce(figures), self._reduce(sums)
+        if not release.cohort:
+            return total, seen
+        norms, kept, trained = figures
+        return total, Diagnostics(seen.coordinates, seen.clip_norm, [norms], [kept], [trained], sums[0], sums[1])
+
+    def _reduce(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.contiguous()
+        if tensor.numel():
+            with self._collective():
+                dist.reduce(tensor, dst=0)
+        return tensor
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.contiguous()
+        if tensor.numel():
+            with self._collective():
+                dist.broadcast(tensor, src=0)
+        return tensor
+
+    # when one of them is gone
+
+    @contextmanager
+    def _collective(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # what torch raises for a closed connection and for a time limit
+            text = str(error).splitlines()[0]
+            closed = any(word in text.lower() for word in ("closed", "reset", "refused", "broken pipe"))
+            late = "timed out" in text.lower() or "timeout" in text.lower()
+            why = "its connection closed" if closed else f"no answer within {self.timeout:g} s" if late else text[:120]
+            raise self.lost(why) from error
+
+    def lost(self, why: str) -> LostRankError:
+        """The error for a run that another rank has left."""
+        self.stopping = True
+        when = f" in round {self.round_}" if self.round_ else ""
+        way_out = f"fedblur resume {self.path}" if self.round_ else "start again"
+        other = f"rank {1 - self.rank}" if self.world == 2 else "another rank"
+        return LostRankError(f"{other} stopped or died{when} ({why}); rank {self.rank} stops too; to go on: {way_out}")
+
+
+@contextmanager
+def together(device: Callable[[], torch.device], timeout: float) -> Iterator[Ranks | None]:
+    """The processes that torchrun started; None where it did not."""
+    if not launched():
+        yield None
+        return
+    if not 0 < timeout < 1e6:
+        raise ConfigError(f"rank_timeout={timeout:g} must be above 0 seconds and finite")
+    if dist.is_initialized():
+        raise RunError("torch.distributed is already in use in this process; let FedBlur set it up")
+    ranks = Ranks(rank(), int(os.environ["WORLD_SIZE"]), device(), timeout)
+    with _stopped_by_torchrun(ranks):
+        _connect(ranks)
+        try:
+            yield ranks
+        except BaseException:
+            ranks.stopping = True
+            if ranks.device.type == "cpu":  # closes the connections, so that the others notice; NCCL might wait here
+                dist.destroy_process_group()
+            raise
+        dist.destroy_process_group()
+
+
+def _connect(ranks: Ranks) -> None:
+    limit, on_gpu = timedelta(seconds=ranks.timeout), ranks.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(ranks.device)
+    try:
+        store, number, world = next(rendezvous("env://", timeout=limit))
+        store = PrefixStore(f"fedblur-{next(_sessions)}", store)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            timeout=limit,
+            store=store,
+            rank=number,
+            world_size=world,
+            device_id=ranks.device if on_gpu else None,
+        )
+    except RuntimeError as error:
+        raise RunError(
+            f"rank {ranks.rank} cannot reach the other ranks: {str(error).splitlines()[0][:200]}; check the network "
+            "between them (GLOO_SOCKET_IFNAME names the interface to use)"
+        ) from error
+
+
+@contextmanager
+def _stopped_by_torchrun(ranks: Ranks) -> Iterator[None]:
+    """One orderly end. When a process ends, torchrun sends SIGTERM to the others; at Ctrl-C all get SIGINT twice."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        if ranks.stopping:
+            return
+        error = ranks.lost("torchrun ended this process")
+        raise error if number == signal.SIGTERM else KeyboardInterrupt
+
+    before = [(number, signal.signal(number, stop)) for number in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        yield
+    finally:
+        if not ranks.stopping:  # else more signals may come, and must not cut off the error's message
+            for number, handler in before:
+                signal.signal(number, handler)

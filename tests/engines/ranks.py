@@ -1,0 +1,42 @@
+"""What each rank of `test_distributed.py` runs: several configurations one after another, and what came out of them."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch.nn.utils import parameters_to_vector
+
+import fedblur
+from fedblur.engines.distributed import rank
+
+SHARED = {"rounds": 4, "epsilon": 8.0, "sample_rate": 0.15, "eval_every": 2}
+CASES = {
+    "blur-lus": {**SHARED, "seed": 3, "method": "blur+lus"},
+    "ddgauss": {**SHARED, "seed": 3, "mechanism": "ddgauss", "accountant": "rdp"},
+    "ddgauss-shares": {**SHARED, "seed": 3, "mechanism": {"name": "ddgauss", "mode": "exact"}, "accountant": "rdp"},
+    "gaussian-shares": {**SHARED, "seed": 3, "mechanism": {"name": "gaussian", "placement": "clients"}},
+    "adaptive-mask": {
+        **SHARED, "seed": 3, "server": "momentum", "clipping": "adaptive", "mask": "momentum", "averaging": "ema",
+    },
+    "few": {**SHARED, "seed": 3, "sample_rate": 0.003},  # cohorts of none, one, two
+    "whole": {"seed": 5, "rounds": 80, "method": "blur+lus", "checkpoint_every": 4},  # FLAGS of `test_distributed.py`
+    "unseeded": {**SHARED, "method": "blur+lus"},
+}  # fmt: skip
+
+
+def case(name: str) -> fedblur.Config:
+    """A configuration by its name."""
+    return fedblur.config.from_dict(CASES[name])
+
+
+def main(folder: Path) -> None:
+    """Run all cases on this rank; each writes its model where the test finds it."""
+    for name in CASES:
+        run = fedblur.train(case(name), out=folder / name)
+        torch.save(parameters_to_vector(run.module.parameters()).detach(), folder / f"{name}.{rank()}.pt")
+        (folder / f"{name}.{rank()}.json").write_text(json.dumps([run.accuracy, run.epsilon, len(run.rounds)]))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
