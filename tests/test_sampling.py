@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import numpy as np
@@ -141,6 +142,8 @@ def test_invariant_4__sampling_and_accounting_come_from_one_object() -> None:
         assert plan.expected_cohort == sampler.expected_cohort
         if isinstance(event, PoissonSampled):
             assert np.mean(sizes) / 200 == pytest.approx(event.rate, rel=0.03)
+            binomial = math.sqrt(200 * event.rate * (1 - event.rate))  # a fixed size would have no spread
+            assert np.std(sizes) == pytest.approx(binomial, rel=0.2)
         elif isinstance(event, FixedSizeSampled):
             assert set(sizes) == {event.cohort}
             assert event.population == 200
