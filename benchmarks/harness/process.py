@@ -28,15 +28,16 @@ class System:
         quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"}
         limit = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)} if threads else {}
         python_path = os.pathsep.join(filter(None, paths))
-        self.process = subprocess.Popen(
-            [str(python_of(name)), "-m", f"peers.{name}", str(inputs), str(self.sum_path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log_path.open("w"),
-            cwd=folder,
-            env={**os.environ, **quiet, **limit, "FLWR_HOME": str(folder), "PYTHONPATH": python_path},
-            start_new_session=True,
-        )
+        with self.log_path.open("w") as log:
+            self.process = subprocess.Popen(
+                [str(python_of(name)), "-m", f"peers.{name}", str(inputs), str(self.sum_path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                cwd=folder,
+                env={**os.environ, **quiet, **limit, "FLWR_HOME": str(folder), "PYTHONPATH": python_path},
+                start_new_session=True,
+            )
         self.greeting = self._answer(240)
 
     def round(self, seconds: float = 240) -> tuple[float, NDArray[np.float64]]:
@@ -53,12 +54,15 @@ class System:
     def close(self) -> None:
         """End the process and what it has started."""
         if self.process.stdin is not None:
-            self.process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(15)
         with contextlib.suppress(ProcessLookupError):  # Ray's workers, for instance
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
 
     def _answer(self, seconds: float) -> dict[str, Any]:
         assert self.process.stdout is not None

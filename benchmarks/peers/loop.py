@@ -39,7 +39,7 @@ def main() -> None:
     module = build_module(task)
     start = [parameter.detach().clone() for parameter in module.parameters()]
     data = [batches(task, client) for client in range(task.clients)]
-    how = f"one client after another, torch.optim.SGD, {torch.get_num_threads()} threads"
+    how = f"one client after another, torch.optim.SGD, intra-op threads: {torch.get_num_threads()}"
     channel.serve(lambda: run_round(task, module, start, data), f"torch {torch.__version__}", how)
 
 

@@ -57,7 +57,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         setup = prepare_run(task, Path(folder))
         with suitable_threads(setup.initial.device, setup.protocol.layout.total):
-            how = f"{setup.machine}, {torch.get_num_threads()} threads"
+            how = f"{setup.machine}, intra-op threads: {torch.get_num_threads()}"
             channel.serve(lambda: run_round(task, setup), f"fedblur {version()}", how)
 
 

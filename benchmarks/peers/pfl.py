@@ -75,7 +75,7 @@ def main() -> None:
         statistics, _ = backend.gather_results(model, algorithm, central_context=context)
         return task.flatten({name.removeprefix("inner."): tensor for name, tensor in statistics.items()})
 
-    how = f"SimulatedBackend, FederatedAveraging, {torch.get_num_threads()} threads"
+    how = f"SimulatedBackend, FederatedAveraging, intra-op threads: {torch.get_num_threads()}"
     channel.serve(run, f"pfl {version('pfl')}", how)
 
 
