@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check lint clean
+.PHONY: help setup run test check lint bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -30,5 +30,8 @@ lint: $(STAMP) ## Style and types only
 
 check: lint test ## Everything: style, types, tests
 
+bench: $(STAMP) ## Compare with pfl, Flower, FedJAX and a plain loop on this CPU (installs them; under 10 minutes)
+	$(BIN)/python benchmarks/run.py
+
 clean: ## Remove the environment and what runs have written
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) runs benchmarks/.envs

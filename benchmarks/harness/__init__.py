@@ -1,0 +1,1 @@
+"""The benchmark's driver: inputs, environments, processes, agreement, report."""

@@ -1,0 +1,61 @@
+"""`make bench`: this library and its peers on the same model, batches and cohort, in one run on this machine's CPU.
+
+    python benchmarks/run.py [--rounds 5] [--systems loop ours pfl flower fedjax] [--workloads W W-small] [--out FOLDER]
+
+Peers are installed on the first run into `benchmarks/.envs/`. One that cannot be installed or fails is reported with
+the reason, and the others go on. The exit status is 1 if any system failed or computed another sum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from harness.environments import BENCHMARKS, Unavailable, python_of
+from harness.measure import SYSTEMS, measure
+from harness.report import make_report, markdown, render, write
+from harness.workloads import WORKLOADS
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each system")
+    parser.add_argument("--systems", nargs="+", default=[*SYSTEMS], choices=SYSTEMS)
+    parser.add_argument("--threads", type=int, help="of PyTorch in each process; default: as many as PyTorch chooses")
+    names = [workload.name for workload in WORKLOADS]
+    parser.add_argument("--workloads", nargs="+", default=names, choices=names)
+    parser.add_argument(
+        "--out", type=Path, help="write only to this folder, not to benchmarks/results and benchmarks/README.md"
+    )
+    return parser.parse_args()
+
+
+def install(systems: tuple[str, ...]) -> None:
+    """Environments first: installing must not run beside a measurement."""
+    for name in systems:
+        try:
+            python_of(name)
+        except Unavailable as reason:
+            print(reason, file=sys.stderr, flush=True)  # the table reports it too
+
+
+def main() -> int:
+    options = parse()
+    systems = ("loop", *(name for name in SYSTEMS[1:] if name in options.systems))  # the loop is always measured
+    install(systems)
+    chosen = [workload for workload in WORKLOADS if workload.name in options.workloads]
+    measured = []
+    for workload in chosen:
+        print(f"{workload.name}: {workload.words}", flush=True)
+        measured.append(measure(workload, systems, options.rounds, options.threads))
+    report = make_report(measured, options.rounds, options.threads)
+    write(report, options.out or BENCHMARKS / "results")
+    if not options.out:
+        render(report, BENCHMARKS / "results", BENCHMARKS / "README.md")
+    print(markdown(report, "cpu.png"))
+    return int(any(row.error for each in measured for row in each.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""The CPU benchmark's driver: shared inputs survive the file, and what fails or differs is reported."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def test_task__reads_back_as_it_was_written(tmp_path: Path) -> None:
+    from harness.workloads import WORKLOADS
+    from peers.task import load_task, save_task
+
+    task = WORKLOADS[1].task()
+    save_task(task, tmp_path / "inputs.npz")
+    back = load_task(tmp_path / "inputs.npz")
+    assert back.names == task.names
+    assert back.shapes == task.shapes
+    assert np.array_equal(back.plan, task.plan)
+    assert np.array_equal(back.flatten(back.weights()), task.start)
+
+
+def test_system__that_cannot_start_says_why(tmp_path: Path) -> None:
+    from harness.environments import Unavailable
+    from harness.process import System
+
+    with pytest.raises(Unavailable, match="nobody stopped: .*No module named peers.nobody"):
+        System("nobody", tmp_path / "inputs.npz", tmp_path, threads=1)
+
+
+def test_report__a_failed_system_and_a_different_sum_are_listed_with_the_reason() -> None:
+    from harness.measure import Measured, Row, _compare
+    from harness.report import make_report, markdown
+    from harness.workloads import WORKLOADS
+
+    rows = {
+        "loop": Row("loop", seconds=[2.0, 4.0]),
+        "ours": Row("ours", seconds=[1.0, 1.0]),
+        "pfl": Row("pfl", error="pfl stopped: no wheel"),
+        "fedjax": Row("fedjax", seconds=[1.0, 1.0]),
+    }
+    one = np.ones(4)
+    _compare(rows, {"loop": [one, one], "ours": [one, one * (1 + 1e-7)], "pfl": [], "fedjax": [one, one * 1.001]})
+    assert rows["ours"].ratio == pytest.approx(0.375)
+    assert not rows["ours"].error
+    text = markdown(make_report([Measured(WORKLOADS[0], list(rows.values()), others=0.0)], 2, None), "cpu.png")
+    assert "pfl stopped: no wheel" in text
+    assert "differs from the loop's by 1.0e-03" in text
+    assert "busy" not in text
