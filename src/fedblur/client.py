@@ -7,7 +7,7 @@ Written once on functional parameters, without `.item()` and without a branch on
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -69,6 +69,7 @@ class LocalProgram:
     layout: Layout
     local: LocalTraining
     methods: tuple[Method, ...]
+    plain: bool = False  # gradients by ordinary autograd: faster for one client, impossible under vmap
 
     def step(
         self, start: Params, delta: Params, velocity: Params, clip_norm: Tensor | float,
@@ -77,7 +78,7 @@ class LocalProgram:
         """Δ ← Δ − η·(g + the methods' terms); a step whose indices are all padding is the identity."""
         local = self.local
         theta = _add(start, delta)
-        gradient_at: Gradient = partial(_gradient, self.forward, x, y, index, seed, step)
+        gradient_at: Gradient = partial(self._gradient, x, y, index, seed, step)
         for method in self.methods:
             gradient_at = method.wrap_gradient(gradient_at)
         gradient = gradient_at(theta)
@@ -96,12 +97,17 @@ class LocalProgram:
 
     def score(self, start: Params, delta: Params, x: Tensor, y: Tensor, index: Tensor) -> Params:
         """Σ ∇f over these samples at the end point, without dropout and without the methods' terms."""
-        gradient: Params = torch.func.grad(_sum_loss)(_add(start, delta), self.forward, x, y, index, None, 0)
-        return gradient
+        return self._grad(_sum_loss)(_add(start, delta), self.forward, x, y, index, None, 0)
 
     def shape(self, which: int, delta: Params, gradient: Params) -> Params:
         """What method number `which` makes of the update."""
         return self.methods[which].shape_update(delta, gradient, self.layout)
+
+    def _gradient(self, x: Tensor, y: Tensor, index: Tensor, seed: Tensor, step: Tensor | int, theta: Params) -> Params:
+        return self._grad(_mean_loss)(theta, self.forward, x, y, index, seed, step)
+
+    def _grad(self, loss: Callable[..., Tensor]) -> Callable[..., Params]:
+        return partial(_autograd, loss) if self.plain else torch.func.grad(loss)
 
 
 class Steps(NamedTuple):
@@ -113,7 +119,8 @@ class Steps(NamedTuple):
 
 
 def one_client(program: LocalProgram) -> Steps:
-    """Plain calls, without a dimension of clients."""
+    """Plain calls and ordinary autograd, without a dimension of clients."""
+    program = replace(program, plain=True)
     return Steps(program.step, program.score, program.shape)
 
 
@@ -132,7 +139,7 @@ def many_clients(program: LocalProgram, compiled: bool = False) -> Steps:
 def local_update(job: ClientJob, steps: Steps, shard: Shard, work: Work) -> Trained:
     """Q local steps and the methods' shaping. `work` has a leading dimension of clients, or none for one client."""
     lead, x, y = work.seeds.shape, shard.x, shard.y
-    delta = {name: tensor.new_zeros(*lead, *tensor.shape) for name, tensor in job.start.items()}
+    delta = {name: _zeros(tensor, lead) for name, tensor in job.start.items()}
     velocity = delta if job.local.momentum else {}
     clip_norm = job.clip_norm if x.device.type == "cpu" else torch.tensor(job.clip_norm, device=x.device)
     for q in range(job.local.steps):
@@ -167,11 +174,13 @@ def train_block(job: ClientJob, shard: Shard, work: Work, vectorise: bool, compi
     return clip_block(Trained(*map(torch.stack, zip(*each, strict=True))), job)
 
 
-def _gradient(
-    forward: Forward, x: Tensor, y: Tensor, index: Tensor, seed: Tensor, step: Tensor | int, theta: Params
-) -> Params:
-    gradient: Params = torch.func.grad(_mean_loss)(theta, forward, x, y, index, seed, step)
-    return gradient
+def _autograd(loss: Callable[..., Tensor], theta: Params, *rest: object) -> Params:
+    """The loss's gradient by the parameters, as `torch.func.grad` gives it: zeros where a tensor has no part."""
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in theta.items()}
+    with torch.enable_grad():
+        value = loss(leaves, *rest)
+    found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(leaves, found, strict=True))
 
 
 def _mean_loss(
@@ -196,6 +205,11 @@ def _sum_loss(
 
 def _add(a: Params, b: Params, scale: float = 1.0) -> Params:
     return {name: torch.add(a[name], b[name], alpha=scale) for name in a}
+
+
+def _zeros(tensor: Tensor, lead: torch.Size) -> Tensor:
+    """Zeros for each client; for one client in the tensor's own memory format."""
+    return tensor.new_zeros(*lead, *tensor.shape) if lead else torch.zeros_like(tensor)
 
 
 def _norm(delta: Params, lead: int) -> Tensor:

@@ -7,6 +7,7 @@ training could change behind its back, are refused by `check_model`.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -76,21 +77,32 @@ class Layout:
         return groups
 
 
-def as_function(module: nn.Module, half: bool = False) -> Forward:
-    """The module as a function of its trainable tensors. It stays in training mode: dropout is ours to switch.
+class ModuleFunction:
+    """A module as a function of its trainable tensors. It stays in training mode: dropout is ours to switch."""
 
-    `half`: compute in bfloat16 (weights and sums stay float32), with per-client convolution kernels.
-    """
+    def __init__(self, module: nn.Module, half: bool = False) -> None:
+        self.module = module
+        self.half = half
 
-    def forward(theta: Params, x: Tensor) -> Tensor:
-        logits: Tensor = functional_call(module, theta, (x,))
+    def __call__(self, theta: Params, x: Tensor) -> Tensor:
+        if not self.half:
+            return self._call(theta, x)
+        with PerClientConvolutions():
+            return self._call({name: tensor.bfloat16() for name, tensor in theta.items()}, x.bfloat16()).float()
+
+    def _call(self, theta: Params, x: Tensor) -> Tensor:
+        logits: Tensor = functional_call(self.module, theta, (x,))
         return logits
 
-    def half_forward(theta: Params, x: Tensor) -> Tensor:
-        with PerClientConvolutions():
-            return forward({name: tensor.bfloat16() for name, tensor in theta.items()}, x.bfloat16()).float()
+    def replica(self) -> ModuleFunction:
+        """The same function for another thread: a call puts its tensors into the module for a moment."""
+        shared = {id(tensor): tensor for tensor in self.module.parameters()}
+        return ModuleFunction(copy.deepcopy(self.module, shared), self.half)
 
-    return half_forward if half else forward
+
+def as_function(module: nn.Module, half: bool = False) -> ModuleFunction:
+    """The module as a function. `half`: compute in bfloat16 (weights and sums stay float32), with our kernels."""
+    return ModuleFunction(module, half)
 
 
 def initial_vector(module: nn.Module) -> Tensor:

@@ -1,4 +1,4 @@
-"""One device: a block of clients at once under `vmap`, or one client after another.
+"""One device: a block of clients at once under `vmap`, or one client after another in the calling thread.
 
 Blocks are as large as memory allows: when it runs out, the block is halved and the work goes on. On a GPU a block is
 filled up with empty clients to a multiple of a few, so that compiled code meets few different sizes.
@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
 from fedblur.batches import plan_work
@@ -23,7 +23,6 @@ from fedblur.rng import Rng
 
 EngineName = Literal["auto", "vectorised", "sequential"]
 _SMALL = 50_000  # parameters
-_CPU_BYTES = 512 * 2**20  # weights, gradients and temporaries of a block on a CPU
 
 
 class LocalEngine:
@@ -82,34 +81,6 @@ def _first(block: Block, count: int) -> Block:
     """Without the empty clients that filled the block up."""
     bounded = Bounded(block.bounded.value[:count], block.bounded.l2_bound)
     return replace(block, bounded=bounded, trained_norms=block.trained_norms[:count], norms=block.norms[:count])
-
-
-def choose_engine(
-    population: Population,
-    model: nn.Module,
-    dimension: int,
-    device: torch.device,
-    name: EngineName = "auto",
-    steps: int = 0,
-) -> LocalEngine:
-    """The engine that suits the model and the device, or the one that was asked for. `steps`: of the whole run."""
-    convolutional = any(isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d) for m in model.modules())
-    on_gpu = device.type == "cuda"
-    # On a CPU dense models gain 20-fold from vmap, and convolutions lose: 0.06 and 1.5 times a plain loop's time.
-    vectorise = name == "vectorised" or (name == "auto" and (on_gpu or not convolutional))
-    if on_gpu:
-        block = _gpu_block(dimension, device)
-    else:
-        block = max(1, min(1024 if vectorise else 16, _CPU_BYTES // (dimension * 4 * 8)))  # 8: Δ, θ, gradients, ...
-    compiled = on_gpu and vectorise and steps >= 2000  # compiling takes half a minute
-    multiple = 32 if compiled else 1
-    return LocalEngine(population.to(device), device, vectorise, block, compiled, multiple)
-
-
-def _gpu_block(dimension: int, device: torch.device) -> int:
-    """A first guess from free memory, at 12 copies of the weights; running out halves it."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return max(1, min(2048, int(0.7 * free) // (dimension * 4 * 12)))
 
 
 @contextmanager

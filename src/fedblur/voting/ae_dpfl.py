@@ -14,7 +14,7 @@ from fedblur.client import Block, ClientJob
 from fedblur.config import LocalTraining
 from fedblur.data.population import as_input
 from fedblur.dropout import SeededDropout
-from fedblur.engines import LocalEngine, choose_engine
+from fedblur.engines import LocalEngine, WorkerEngine, choose_engine
 from fedblur.functional import Layout, Params, as_function, check_model, initial_vector
 from fedblur.models import make_model
 from fedblur.registry import convert_part, part, register
@@ -72,7 +72,7 @@ class Teachers:
 
     job: ClientJob
     start: Tensor  # [d], where every teacher starts
-    engine: LocalEngine
+    engine: LocalEngine | WorkerEngine
     classes: int
 
     @property

@@ -1,0 +1,161 @@
+"""One client at a time on each core of a CPU: what convolutional models want there.
+
+Each worker is a thread with one intra-op thread (torch releases the GIL while it computes) and a module of its own,
+and everything is kept channels_last. A client is trained by one thread from the first step to the clip, and blocks are
+made in the cohort's order: the result is the same, bit for bit, for any number of workers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from fedblur.batches import Work, plan_work
+from fedblur.client import Block, ClientJob, LocalProgram, Trained, clip_block, local_update, one_client
+from fedblur.clipping import Bounded
+from fedblur.data.population import Population, Shard
+from fedblur.functional import Forward, ModuleFunction, Params
+from fedblur.rng import Rng
+
+_PLANNED = 256  # clients whose index plans are made together
+
+
+class WorkerEngine:
+    """Clients simulated on a CPU, one after another in each of a few threads."""
+
+    vectorise = False
+
+    def __init__(self, population: Population, block_size: int, workers: int | None = None) -> None:
+        self.population = population
+        self.device = torch.device("cpu")
+        self.block_size = block_size
+        self.workers = workers or usable_cores()
+
+    def __repr__(self) -> str:
+        return f"sequential, {self.workers} {'worker' if self.workers == 1 else 'workers'} on {self.device}"
+
+    def map_clients(self, job: ClientJob, ids: Tensor, rng: Rng) -> Iterator[Block]:
+        if not len(ids):
+            return
+        shard = self.population.fetch(ids)
+        order = torch.argsort(shard.sizes, stable=True)  # as all engines: a client's number in the round is the same
+        ids, shard = ids[order], Shard(shard.x, shard.y, shard.starts[order], shard.sizes[order])
+        job, forwards = _replicas(job, shard, self.workers)
+
+        def train(work: Work) -> Block:
+            forward = forwards.get()
+            try:
+                return train_client(replace(job, forward=forward), shard, work)
+            finally:
+                forwards.put(forward)
+
+        with _single_threads(self.workers) as pool:
+            done = _in_order(pool, train, self._works(job, shard, ids, rng), ahead=self.block_size)
+            while block := list(islice(done, self.block_size)):
+                yield _joined(block)
+
+    def _works(self, job: ClientJob, shard: Shard, ids: Tensor, rng: Rng) -> Iterator[Work]:
+        """Each client's work, without padding."""
+        for first in range(0, len(ids), _PLANNED):
+            part = slice(first, first + _PLANNED)
+            some = Shard(shard.x, shard.y, shard.starts[part], shard.sizes[part])
+            work = plan_work(some, ids[part], job.local.steps, job.local.batch_size, rng, self.device)
+            for plan, samples, seed, size in zip(work.plan, work.samples, work.seeds, some.sizes.tolist(), strict=True):
+                width = max(1, min(plan.shape[-1], size))
+                chunks = max(1, -(-size // samples.shape[-1]))
+                yield Work(plan[:, :width], samples[:chunks, :width], seed)
+
+
+def train_client(job: ClientJob, shard: Shard, work: Work) -> Block:
+    """One client from the first step to the clip; `job` and what it yields are channels_last inside."""
+    steps = one_client(LocalProgram(job.forward, job.layout, job.local, job.methods))
+    trained = local_update(job, steps, shard, work)
+    return clip_block(Trained(trained.update[None], trained.trained_norm[None]), job)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use, as far as torch is allowed to (OMP_NUM_THREADS, set_num_threads)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, torch.get_num_threads()))
+
+
+def channels_last(tensor: Tensor) -> Tensor:
+    """A batch of images or a convolution's weight with its channels innermost in memory.
+
+    `contiguous(memory_format=channels_last)` leaves a tensor of one channel as it is, and all that follows stays NCHW.
+    """
+    if tensor.dim() != 4:
+        return tensor
+    return tensor.permute(0, 2, 3, 1).clone(memory_format=torch.contiguous_format).permute(0, 3, 1, 2)
+
+
+def _replicas(job: ClientJob, shard: Shard, count: int) -> tuple[ClientJob, SimpleQueue[Forward]]:
+    """The job and a forward function for each worker: channels_last where the model can read it."""
+    forwards: SimpleQueue[Forward] = SimpleQueue()
+    last = shard.x.dim() == 4 and _reads_channels_last(job, shard)
+    for _ in range(count):
+        own = job.forward.replica() if isinstance(job.forward, ModuleFunction) else job.forward
+        forwards.put(_ChannelsLast(own) if last else own)
+    start = {name: channels_last(tensor) if last else tensor for name, tensor in job.start.items()}
+    return replace(job, start=start), forwards
+
+
+class _ChannelsLast:
+    """A forward function whose inputs are laid out anew."""
+
+    def __init__(self, forward: Forward) -> None:
+        self.forward = forward
+
+    def __call__(self, theta: Params, x: Tensor) -> Tensor:
+        return self.forward(theta, channels_last(x))
+
+
+def _reads_channels_last(job: ClientJob, shard: Shard) -> bool:
+    """Whether the model runs so: one that calls `.view` on a feature map does not."""
+    start = {name: channels_last(tensor) for name, tensor in job.start.items()}
+    if all(tensor.dim() != 4 for tensor in start.values()):
+        return False
+    try:
+        with torch.no_grad():
+            job.forward(start, channels_last(torch.zeros(1, *shard.x.shape[1:])))
+    except RuntimeError:
+        return False
+    return True
+
+
+@contextmanager
+def _single_threads(workers: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads with one intra-op thread each. The caller's own setting, which torch shares with new threads, is kept."""
+    before = torch.get_num_threads()
+    pool = ThreadPoolExecutor(workers, "fedblur", initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(before)
+
+
+def _in_order(
+    pool: ThreadPoolExecutor, train: Callable[[Work], Block], works: Iterator[Work], ahead: int
+) -> Iterator[Block]:
+    """Results in the order of their work; only a few are kept waiting, so memory does not grow with the cohort."""
+    waiting: deque[Future[Block]] = deque(pool.submit(train, work) for work in islice(works, ahead))
+    while waiting:
+        block = waiting.popleft().result()
+        waiting.extend(pool.submit(train, work) for work in islice(works, 1))
+        yield block
+
+
+def _joined(blocks: list[Block]) -> Block:
+    bounded = Bounded(torch.cat([block.bounded.value for block in blocks]), blocks[0].bounded.l2_bound)
+    norms = [torch.cat([getattr(block, name) for block in blocks]) for name in ("trained_norms", "norms")]
+    return Block(bounded, *norms)
