@@ -51,7 +51,7 @@ def run(
     clients: Annotated[int | None, typer.Option(help="N, training clients.")] = None,
     seed: Annotated[int | None, typer.Option(help="Reproducible and NOT PRIVATE; leave out for OS entropy.")] = None,
     set_: Set = None,
-    out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/DATASET-DATE-TIME].")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder (default: runs/DATASET-DATE-TIME).")] = None,
     data_dir: DataDir = None,
     device: Device = "auto",
     engine: EngineOption = "auto",

@@ -22,7 +22,7 @@ SEEDS = " (seeds make a table reproducible; leave the seed out to protect people
 
 def table(
     path: Annotated[Path, typer.Argument(metavar="SPEC", help="A TOML file with [base], [axes] and [[rows]].")],
-    out: Annotated[Path | None, typer.Option(help="Where cells and results go [default: runs/SPEC-NAME].")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where cells and results go (default: runs/SPEC-NAME).")] = None,
     data_dir: DataDir = None,
     device: Device = "auto",
     engine: EngineOption = "auto",
