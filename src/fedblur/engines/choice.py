@@ -22,7 +22,7 @@ def choose_engine(
 ) -> LocalEngine | WorkerEngine:
     """The engine that suits the model and the device, or the one that was asked for. `steps`: of the whole run."""
     convolutional = any(isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d) for m in model.modules())
-    # On a CPU dense models gain 20-fold from vmap, and convolutions lose: 0.06 and 1.5 times a plain loop's time.
+    # On a CPU small dense models gain tenfold from vmap (benchmarks/results/cpu.md), and convolutions lose.
     vectorise = name == "vectorised" or (name == "auto" and (device.type == "cuda" or not convolutional))
     if device.type == "cuda":
         compiled = vectorise and steps >= 2000  # compiling takes half a minute

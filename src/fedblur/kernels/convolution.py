@@ -100,8 +100,20 @@ class ClientConv(torch.autograd.Function):
         return conv_ops.first(torch.ops.fedblur.client_conv(conv_ops.last(x), conv_ops.last(w), b, *spec)), 0
 
 
-class InputGrad(torch.autograd.Function):
-    """gx of a convolution; not differentiable again."""
+class Gradient(torch.autograd.Function):
+    """A gradient of a convolution; not differentiable again."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        raise NotImplementedError("second derivatives of per-client convolutions")
+
+
+class InputGrad(Gradient):
+    """gx of a convolution."""
 
     @staticmethod
     def forward(gy: Tensor, w: Tensor, height: int, width: int, stride: Pair, padding: Pair, dilation: Pair) -> Tensor:
@@ -109,34 +121,18 @@ class InputGrad(torch.autograd.Function):
         return conv_grad.conv2d_input(shape, w, gy, stride, padding, dilation)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        raise NotImplementedError("second derivatives of per-client convolutions")
-
-    @staticmethod
     def vmap(info: Any, in_dims: Any, gy: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, int]:
         gy, w = _lead(info, in_dims, gy, w)
         return conv_ops.first(torch.ops.fedblur.client_conv_input_grad(conv_ops.last(gy), conv_ops.last(w), *rest)), 0
 
 
-class WeightGrad(torch.autograd.Function):
-    """gw of a convolution; not differentiable again."""
+class WeightGrad(Gradient):
+    """gw of a convolution."""
 
     @staticmethod
     def forward(gy: Tensor, x: Tensor, height: int, width: int, stride: Pair, padding: Pair, dilation: Pair) -> Tensor:
         shape = [gy.shape[1], x.shape[1], height, width]
         return conv_grad.conv2d_weight(x, shape, gy, stride, padding, dilation)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        raise NotImplementedError("second derivatives of per-client convolutions")
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, gy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, int]:
