@@ -24,7 +24,8 @@ def test_compiled__steps_equal_uncompiled_ones(half: bool) -> None:
     shard, work = work_for(job, packed([8, 8, 8]), [0, 1, 2])
     program = LocalProgram(job.forward, job.layout, job.local, job.methods)
     plain = many_clients(program)
-    traced = plain._replace(step=Compiled(plain.step, "aot_eager"), score=Compiled(plain.score, "aot_eager"))
+    loop = Compiled(plain.step, "aot_eager", state=(1, 2), invariant=(0, 3, 4, 5))
+    traced = plain._replace(step=loop, score=Compiled(plain.score, "aot_eager"))
     expected, got = (local_update(job, steps, shard, work) for steps in (plain, traced))
     torch.testing.assert_close(Trained(*got), Trained(*expected), rtol=1e-4, atol=1e-6)
     assert len(traced.step.graphs) == job.local.steps  # on a CPU the step's number is a constant; on a GPU a tensor
@@ -39,3 +40,44 @@ def test_compiled__makes_one_graph_per_shape() -> None:
     assert len(function.graphs) == 1
     function(torch.ones(4), torch.ones(4))
     assert len(function.graphs) == 2
+
+
+@pytest.mark.parametrize("methods", [(), (Blur(0.4),), (Blur(float("inf")),)], ids=["plain", "blur", "projected"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_pipeline__a_loop_equals_its_uncompiled_steps(methods, momentum: float) -> None:
+    """Steps that hand the next one's beginning over give the same updates, and prepare only once."""
+    from fedblur.functional import as_function
+
+    torch.manual_seed(0)
+    module = SmallCnn()
+    job = job_for(module, methods, local=LocalTraining(steps=3, batch_size=8, momentum=momentum), clip_norm=1e-3)
+    shard, work = work_for(job, packed([8, 8]), [0, 1])
+    plain = many_clients(LocalProgram(as_function(module, half=True), job.layout, job.local, job.methods))
+    loop = Compiled(plain.step, "aot_eager", state=(1, 2), invariant=(0, 3, 4, 5))
+
+    def run(step):
+        delta = {name: tensor.new_zeros(2, *tensor.shape) for name, tensor in job.start.items()}
+        velocity = delta if momentum else {}
+        clip_norm = torch.tensor(job.clip_norm)
+        for q in range(3):
+            delta, velocity = step(
+                job.start, delta, velocity, clip_norm, shard.x, shard.y, work.plan[:, q], work.seeds, torch.tensor(q)
+            )
+        return delta
+
+    expected = run(plain.step)
+    run(loop)
+    (pipeline, _), *others = loop.graphs.values()
+    assert not others
+    heads = []
+    pipeline.head = _counted(pipeline.head, heads)
+    torch.testing.assert_close(run(loop), expected, rtol=2e-2, atol=1e-4)  # bf16
+    assert len(heads) == 1  # a new start is prepared, what follows is carried
+
+
+def _counted(function, calls: list):
+    def counted(*arguments):
+        calls.append(1)
+        return function(*arguments)
+
+    return counted

@@ -133,7 +133,10 @@ def many_clients(program: LocalProgram, compiled: bool = False) -> Steps:
         vmap(program.score, in_dims=(None, 0, None, None, 0)),
         vmap(program.shape, in_dims=(None, 0, 0)),
     )
-    return Steps(Compiled(steps.step), Compiled(steps.score), steps.shape) if compiled else steps
+    if not compiled:
+        return steps
+    loop = Compiled(steps.step, state=(1, 2), invariant=(0, 3, 4, 5))  # Δ and velocity; w, S and the data stay
+    return Steps(loop, Compiled(steps.score), steps.shape)
 
 
 def local_update(job: ClientJob, steps: Steps, shard: Shard, work: Work) -> Trained:

@@ -12,16 +12,32 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from fedblur.kernels.fusion import fusing
+from fedblur.pipelining import halves
+
 
 class Compiled:
-    """A pure function of tensors and constants, compiled for each combination of shapes and constants it meets."""
+    """A pure function of tensors and constants, compiled for each combination of shapes and constants it meets.
 
-    def __init__(self, function: Callable[..., Any], backend: str = "inductor") -> None:
+    For the body of a loop, `state` names the arguments that the function returns anew and `invariant` those that do
+    not change while the loop runs: consecutive calls are then pipelined (`pipelining`).
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        backend: str = "inductor",
+        state: tuple[int, ...] = (),
+        invariant: tuple[int, ...] = (),
+    ) -> None:
         self.function = function
         self.backend = backend
+        self.state = state
+        self.invariant = invariant
         self.graphs: dict[Any, tuple[Callable[..., Any], Any]] = {}
 
     def __call__(self, *arguments: Any) -> Any:
@@ -29,11 +45,13 @@ class Compiled:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         key = (structure, *(_signature(leaf) for leaf in leaves))
         if key not in self.graphs:
-            self.graphs[key] = self._compile(leaves, structure, tensors)
+            self.graphs[key] = self._compile(arguments, leaves, structure, tensors)
         graph, shape = self.graphs[key]
         return pytree.tree_unflatten(graph(*tensors), shape)
 
-    def _compile(self, leaves: list[Any], structure: Any, tensors: list[Tensor]) -> tuple[Callable[..., Any], Any]:
+    def _compile(
+        self, arguments: tuple[Any, ...], leaves: list[Any], structure: Any, tensors: list[Tensor]
+    ) -> tuple[Callable[..., Any], Any]:
         outcome: list[Any] = []
 
         def flat(*values: Tensor) -> list[Any]:
@@ -43,8 +61,53 @@ class Compiled:
             outcome.append(shape)
             return results
 
-        graph = make_fx(flat, tracing_mode="fake")(*tensors)
-        return torch.compile(graph, dynamic=False, fullgraph=True, backend=self.backend), outcome[-1]
+        with fusing():
+            # detach: a tensor given twice (Δ and velocity start as the same zeros) must be two inputs of the graph
+            graph = make_fx(flat, tracing_mode="fake")(*(tensor.detach() for tensor in tensors))
+        graph.graph.eliminate_dead_code()  # the unfused halves of fused layers
+        graph.recompile()
+        invariant, state = (_positions(arguments, chosen) for chosen in (self.invariant, self.state))
+        cut = halves(graph, set(invariant), state) if self.state else None
+        if cut is None:
+            return self._by_compiler(graph), outcome[-1]
+        return Pipeline(self._by_compiler(cut.head), self._by_compiler(cut.loop), state, invariant), outcome[-1]
+
+    def _by_compiler(self, graph: GraphModule) -> Callable[..., Any]:
+        compiled: Callable[..., Any] = torch.compile(graph, dynamic=False, fullgraph=True, backend=self.backend)
+        return compiled
+
+
+class Pipeline:
+    """Calls of a loop's body; one that gets the state which the call before returned need not prepare it again."""
+
+    def __init__(
+        self, head: Callable[..., Any], loop: Callable[..., Any], state: list[int], invariant: list[int]
+    ) -> None:
+        self.head = head
+        self.loop = loop
+        self.state = state
+        self.invariant = invariant
+        self.expected: list[Tensor] = []  # held, so that no other tensor can take its place
+        self.carried: list[Tensor] = []
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        steady = [tensors[i] for i in self.invariant]
+        if not _same([*(tensors[i] for i in self.state), *steady], self.expected):
+            self.carried = list(self.head(*tensors))
+        results = list(self.loop(*tensors, *self.carried))
+        state, self.carried = results[: len(self.state)], results[len(self.state) :]
+        self.expected = [*state, *steady]
+        return state
+
+
+def _same(tensors: list[Tensor], others: list[Tensor]) -> bool:
+    return len(tensors) == len(others) and all(a is b for a, b in zip(tensors, others, strict=True))
+
+
+def _positions(arguments: tuple[Any, ...], chosen: tuple[int, ...]) -> list[int]:
+    """Where the tensors of the chosen arguments lie among all tensors."""
+    counts = [sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(argument)) for argument in arguments]
+    return [place for i in chosen for place in range(sum(counts[:i]), sum(counts[: i + 1]))]
 
 
 def _signature(leaf: Any) -> Any:

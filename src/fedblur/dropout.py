@@ -7,7 +7,6 @@ torch's own dropout draws from a global generator: masks would depend on which c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +16,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fedblur.errors import ModelError
+from fedblur.hashing import hash32, kept
+from fedblur.kernels import fusion
 
 _ELEMENTWISE = {F.dropout, torch.dropout}
 _CHANNELWISE = {F.dropout1d, F.dropout2d, F.dropout3d}
@@ -49,15 +50,9 @@ class SeededDropout(TorchFunctionMode):
         if not training or p == 0 or self.seed is None:
             return input
         self.calls += 1
-        key = _hash32((self.seed + self.step * 0x1E3779B1 + self.calls * 0x05EBCA77).to(torch.int32))
-        shape = [*input.shape[:2], *[1] * (input.dim() - 2)] if channels else input.shape
-        index = torch.arange(math.prod(shape), device=input.device, dtype=torch.int32).view(shape)
-        bits = _hash32(key + index) & 0x7FFFFFFF
-        return input * (bits >= int(p * 2**31)) / (1 - p)
-
-
-def _hash32(value: Tensor) -> Tensor:
-    """A 32-bit integer mixer (constants of the murmur3 finaliser) on int32, whose products wrap on every device."""
-    value = (value ^ ((value >> 16) & 0xFFFF)) * -0x7A143595
-    value = (value ^ ((value >> 13) & 0x7FFFF)) * -0x3D4D51CB
-    return value ^ ((value >> 16) & 0xFFFF)
+        key = hash32((self.seed + self.step * 0x1E3779B1 + self.calls * 0x05EBCA77).to(torch.int32))
+        before = None if channels else fusion.before_relu(input)
+        if before is not None:
+            return fusion.relu_dropout(before, key, p)
+        shape = torch.Size([*input.shape[:2], *[1] * (input.dim() - 2)]) if channels else input.shape
+        return input * kept(key, shape, input.device, p) / (1 - p)

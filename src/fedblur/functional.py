@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parameter import is_lazy
 
 from fedblur.errors import ModelError
-from fedblur.kernels.convolution import PerClientConvolutions
+from fedblur.kernels.layers import PerClientLayers
 
 Params = dict[str, Tensor]
 Forward = Callable[[Params, Tensor], Tensor]  # parameters, inputs -> logits
@@ -87,7 +87,7 @@ class ModuleFunction:
     def __call__(self, theta: Params, x: Tensor) -> Tensor:
         if not self.half:
             return self._call(theta, x)
-        with PerClientConvolutions():
+        with PerClientLayers():
             return self._call({name: tensor.bfloat16() for name, tensor in theta.items()}, x.bfloat16()).float()
 
     def _call(self, theta: Params, x: Tensor) -> Tensor:

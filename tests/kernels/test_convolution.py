@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedblur.kernels.convolution import PerClientConvolutions
+from fedblur.kernels.layers import PerClientLayers
 
 CASES = [
     # channels, outputs, kernel, stride, padding, dilation, groups
@@ -46,7 +46,7 @@ def test_convolution__equals_torch_under_vmap_and_grad(case, compiled: bool) -> 
         )
 
     def ours(x, w, bias):
-        with PerClientConvolutions():
+        with PerClientLayers():
             return gradients(x, w, bias)
 
     run = torch.compile(ours, backend="aot_eager") if compiled else ours

@@ -26,12 +26,21 @@ def cases(count: int) -> list[tuple]:
     return chosen
 
 
+def last(t: torch.Tensor) -> torch.Tensor:
+    return t.permute(0, 1, 3, 4, 2).contiguous()
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
 def errors(case: tuple, device: torch.device, dtype: torch.dtype) -> list[float]:
-    """Relative errors of forward, input gradient and weight gradient."""
-    from fedblur.kernels import triton_conv
+    """Relative errors of forward, input gradient, weight gradient and bias gradient."""
+    from fedblur.kernels import triton_conv, triton_weight_grad
+    from fedblur.kernels.geometry import Geometry
 
     clients, batch, channels, outputs, height, width, kernel, stride, padding, dilation = case
-    g = triton_conv.Geometry(clients, batch, channels, height, width, outputs, kernel, stride, padding, dilation)
+    g = Geometry(clients, batch, channels, height, width, outputs, kernel, stride, padding, dilation)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(clients, batch, channels, height, width, generator=generator).to(device, dtype)
     w = torch.randn(clients, outputs, channels, *kernel, generator=generator).to(device, dtype)
@@ -43,19 +52,69 @@ def errors(case: tuple, device: torch.device, dtype: torch.dtype) -> list[float]
     gy = torch.randn(y.shape, generator=generator).to(device, dtype)
     (y * gy.double()).sum().backward()
 
-    def last(t):
-        return t.permute(0, 1, 3, 4, 2).contiguous()
-
-    results = (
-        triton_conv.forward(last(x), last(w), bias, g),
-        triton_conv.input_grad(last(gy), last(w), g),
-        triton_conv.weight_grad(last(gy), last(x), g),
-    )
+    gw, gb = triton_weight_grad.weight_grad(last(gy), last(x), g)
+    results = (triton_conv.forward(last(x), last(w), bias, g), triton_conv.input_grad(last(gy), last(w), g), gw)
     expected = (y.detach(), xd.grad, wd.grad)
-    return [
-        float((got.permute(0, 1, 4, 2, 3).double() - want).norm() / want.norm())
-        for got, want in zip(results, expected, strict=True)
+    found = [relative(got.permute(0, 1, 4, 2, 3), want) for got, want in zip(results, expected, strict=True)]
+    return [*found, relative(gb, gy.double().sum((1, 3, 4)))]
+
+
+def pool_cases(count: int) -> list[tuple]:
+    dice = random.Random(1)
+    chosen = []
+    for _ in range(count):
+        channels = dice.choice([1, 2, 3, 16, 20, 64])
+        kernel = (3, 3) if channels == 3 else dice.choice([(3, 3), (1, 1), (2, 3)])
+        sides = dice.randint(7, 20), dice.randint(8, 20)
+        chosen.append(
+            (dice.randint(1, 4), dice.randint(1, 9), channels, dice.choice([5, 16, 33, 64, 70]), *sides, kernel,
+             dice.choice([(0, 0), (1, 1), (1, 0)]), dice.choice([True, False]))
+        )  # fmt: skip
+    return chosen
+
+
+def pool_errors(case: tuple, device: torch.device, dtype: torch.dtype) -> list[float]:
+    """Relative errors of a pooled convolution: forward, and the gradients by input, weights and bias."""
+    from fedblur.kernels import triton_conv_pool
+    from fedblur.kernels.geometry import Geometry
+
+    clients, batch, channels, outputs, height, width, kernel, padding, relu = case
+    g = Geometry(clients, batch, channels, height, width, outputs, kernel, (1, 1), padding, (1, 1))
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(clients, batch, channels, height, width, generator=generator).to(device, dtype)
+    w = torch.randn(clients, outputs, channels, *kernel, generator=generator).to(device, dtype)
+    bias = torch.randn(clients, outputs, generator=generator).to(device, dtype)
+    leaves = [t.double().requires_grad_() for t in (x, w, bias)]
+    layers = [F.max_pool2d(F.conv2d(a, b, c, 1, padding), 2) for a, b, c in zip(*leaves, strict=True)]
+    y = torch.stack(layers).relu() if relu else torch.stack(layers)
+    gy = torch.randn(y.shape, generator=generator).to(device, dtype)
+    (y * gy.double()).sum().backward()
+    got, where = triton_conv_pool.forward(last(x), last(w), bias, g, relu)
+    gx = triton_conv_pool.input_grad(last(gy), where, last(w), g)
+    gw, gb = triton_conv_pool.weight_grad(last(gy), where, last(x), g)
+    found = [
+        relative(a.permute(0, 1, 4, 2, 3), b)
+        for a, b in zip((got, gx, gw), (y.detach(), leaves[0].grad, leaves[1].grad), strict=True)
     ]
+    return [*found, relative(gb, leaves[2].grad)]
+
+
+def dropout_difference(shape: tuple[int, int, int, int, int], device: torch.device, dtype: torch.dtype) -> float:
+    """The largest difference of ReLU + dropout and its gradient from torch's own operations, relative."""
+    from fedblur.hashing import threshold
+    from fedblur.kernels import triton_relu_dropout
+    from fedblur.kernels.fused_ops import relu_dropout
+
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(*shape, generator=generator).to(device, dtype)
+    keys = torch.randint(-(2**31), 2**31, shape[:1], generator=generator).to(device, torch.int32)
+    leaf = x.double().requires_grad_()
+    y = torch.stack([relu_dropout(one, key, 0.3) for one, key in zip(leaf, keys, strict=True)])
+    gy = torch.randn(shape, generator=generator).to(device, dtype)
+    (y * gy.double()).sum().backward()
+    got = triton_relu_dropout.forward(last(x), keys, threshold(0.3), 1 / 0.7)
+    gx = triton_relu_dropout.grad(gy, got, 1 / 0.7).permute(0, 1, 4, 2, 3)
+    return max(relative(got, y.detach()), relative(gx, leaf.grad))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton kernels need a CUDA device")
@@ -66,9 +125,25 @@ def test_triton_conv__agrees_with_float64(case: tuple) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton kernels need a CUDA device")
 def test_triton_conv__a_repeated_weight_gradient_has_the_same_bits() -> None:
-    from fedblur.kernels import triton_conv
+    from fedblur.kernels.geometry import Geometry
+    from fedblur.kernels.triton_weight_grad import weight_grad
 
-    g = triton_conv.Geometry(4, 64, 1, 28, 28, 32, (3, 3), (1, 1), (0, 0), (1, 1))
+    g = Geometry(4, 64, 1, 28, 28, 32, (3, 3), (1, 1), (0, 0), (1, 1))
     x = torch.randn(4, 64, 28, 28, 1, device="cuda").bfloat16()
     gy = torch.randn(4, 64, 26, 26, 32, device="cuda").bfloat16()
-    assert torch.equal(triton_conv.weight_grad(gy, x, g), triton_conv.weight_grad(gy, x, g))
+    first, second = weight_grad(gy, x, g), weight_grad(gy, x, g)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton kernels need a CUDA device")
+@pytest.mark.parametrize("case", pool_cases(20), ids=str)
+def test_triton_conv_pool__agrees_with_float64(case: tuple) -> None:
+    # A near tie that rounding decides the other way moves a whole gradient, hence the wider bound.
+    forward, *gradients = pool_errors(case, torch.device("cuda"), torch.bfloat16)
+    assert forward < 3e-3
+    assert max(gradients) < 3e-2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the Triton kernels need a CUDA device")
+def test_triton_relu_dropout__has_the_masks_of_the_other_engines() -> None:
+    assert dropout_difference((3, 4, 70, 11, 13), torch.device("cuda"), torch.bfloat16) < 3e-3

@@ -6,14 +6,11 @@ the tensors. On a device without the kernels the operators fall back to torch's 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.nn import grad as conv_grad
 
-if TYPE_CHECKING:
-    from fedblur.kernels.triton_conv import Geometry
+from fedblur.kernels.geometry import Geometry
 
 Ints = list[int]
 
@@ -28,13 +25,11 @@ def last(tensor: Tensor) -> Tensor:
     return tensor.permute(0, 1, 3, 4, 2).contiguous()
 
 
-def _uses_kernels(tensor: Tensor) -> bool:
+def uses_kernels(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda" and tensor.dtype == torch.bfloat16
 
 
-def _geometry(x_shape: Ints | torch.Size, w_shape: Ints | torch.Size, *spec: Ints) -> Geometry:
-    from fedblur.kernels.triton_conv import Geometry
-
+def geometry(x_shape: Ints | torch.Size, w_shape: Ints | torch.Size, *spec: Ints) -> Geometry:
     clients, batch, height, width, channels = x_shape
     stride, padding, dilation = ((int(a), int(b)) for a, b in spec)
     kernel = (w_shape[2], w_shape[3])
@@ -60,10 +55,10 @@ def _filters(w: Tensor) -> Tensor:
 @torch.library.custom_op("fedblur::client_conv", mutates_args=())
 def client_conv(x: Tensor, w: Tensor, bias: Tensor | None, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
     """Each client's convolution with its own bias [clients, O]: y [clients, B, OH, OW, O]."""
-    if _uses_kernels(x):
+    if uses_kernels(x):
         from fedblur.kernels import triton_conv
 
-        return triton_conv.forward(x, w, bias, _geometry(x.shape, w.shape, stride, padding, dilation))
+        return triton_conv.forward(x, w, bias, geometry(x.shape, w.shape, stride, padding, dilation))
     y = torch.conv2d(
         _grouped(x), _filters(w), None if bias is None else bias.flatten(), stride, padding, dilation, len(w)
     )
@@ -83,11 +78,11 @@ def client_conv_input_grad(
 ) -> Tensor:
     """The gradient with respect to each client's input, [clients, B, H, W, C]."""
     clients, channels = w.shape[0], w.shape[4]
-    if _uses_kernels(gy):
+    if uses_kernels(gy):
         from fedblur.kernels import triton_conv
 
         shape = [clients, gy.shape[1], height, width, channels]
-        return triton_conv.input_grad(gy, w, _geometry(shape, w.shape, stride, padding, dilation))
+        return triton_conv.input_grad(gy, w, geometry(shape, w.shape, stride, padding, dilation))
     size = [gy.shape[1], clients * channels, height, width]
     gx: Tensor = conv_grad.conv2d_input(size, _filters(w), _grouped(gy), stride, padding, dilation, clients)
     return _ungrouped(gx, clients)
@@ -101,19 +96,22 @@ def _(gy: Tensor, w: Tensor, height: int, width: int, stride: Ints, padding: Int
 @torch.library.custom_op("fedblur::client_conv_weight_grad", mutates_args=())
 def client_conv_weight_grad(
     gy: Tensor, x: Tensor, height: int, width: int, stride: Ints, padding: Ints, dilation: Ints
-) -> Tensor:
-    """The gradient with respect to each client's weights, [clients, O, KH, KW, C]."""
+) -> tuple[Tensor, Tensor]:
+    """The gradients with respect to each client's weights [clients, O, KH, KW, C] and bias [clients, O]."""
     clients, outputs, channels = x.shape[0], gy.shape[4], x.shape[4]
     shape = [clients, outputs, height, width, channels]
-    if _uses_kernels(gy):
-        from fedblur.kernels import triton_conv
+    if uses_kernels(gy):
+        from fedblur.kernels import triton_weight_grad
 
-        return triton_conv.weight_grad(gy, x, _geometry(x.shape, shape, stride, padding, dilation))
+        return triton_weight_grad.weight_grad(gy, x, geometry(x.shape, shape, stride, padding, dilation))
     size = [clients * outputs, channels, height, width]
     gw: Tensor = conv_grad.conv2d_weight(_grouped(x), size, _grouped(gy), stride, padding, dilation, clients)
-    return last(gw.unflatten(0, (clients, outputs)))
+    return last(gw.unflatten(0, (clients, outputs))), gy.sum((1, 2, 3))
 
 
 @client_conv_weight_grad.register_fake
-def _(gy: Tensor, x: Tensor, height: int, width: int, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
-    return gy.new_empty(x.shape[0], gy.shape[4], height, width, x.shape[4])
+def _(
+    gy: Tensor, x: Tensor, height: int, width: int, stride: Ints, padding: Ints, dilation: Ints
+) -> tuple[Tensor, Tensor]:
+    gw = gy.new_empty(x.shape[0], gy.shape[4], height, width, x.shape[4])
+    return gw, gy.new_empty(x.shape[0], gy.shape[4])

@@ -1,54 +1,22 @@
-"""`nn.Conv2d` under `vmap`, with weights of each client's own: our Triton kernels in place of cuDNN's grouped path.
+"""A convolution with weights of each client's own, as an autograd function with a vmap rule and so its gradients.
 
-Inside `PerClientConvolutions` every `F.conv2d` that the kernels cover (2-d, one group) goes through an autograd
-function with a vmap rule; anything else, and any other device or type, takes torch's own path, which is also the
-reference in the tests. The kernels are custom operators, so `torch.compile` passes them through untouched.
+For one client it is torch's own convolution, for a block of clients one custom operator (`conv_ops`), which
+`torch.compile` passes through untouched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import grad as conv_grad
-from torch.overrides import TorchFunctionMode
 
 from fedblur.kernels import conv_ops
 
 Pair = tuple[int, int]
 Spec = tuple[Pair, Pair, Pair]  # stride, padding, dilation
-
-
-class PerClientConvolutions(TorchFunctionMode):
-    """Within this context convolutions are ready for a batch of clients."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in (F.conv2d, torch.conv2d):
-            return _conv2d(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def _conv2d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Tensor:
-    if groups != 1 or input.dim() != 4:
-        return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
-    spec = resolve(weight, stride, padding, dilation)
-    if spec is None:
-        return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
-    output: Tensor = ClientConv.apply(input, weight, bias, *spec)
-    return output
 
 
 def resolve(weight: Tensor, stride: Any, padding: Any, dilation: Any) -> Spec | None:
@@ -88,15 +56,14 @@ class ClientConv(torch.autograd.Function):
     def backward(ctx: Any, gy: Tensor) -> Any:  # type: ignore[override]
         x, w = ctx.saved_tensors
         gx = InputGrad.apply(gy, w, x.shape[-2], x.shape[-1], *ctx.spec) if ctx.needs_input_grad[0] else None
-        gw = WeightGrad.apply(gy, x, w.shape[-2], w.shape[-1], *ctx.spec)
-        gb = gy.sum((0, 2, 3)) if ctx.has_bias else None
-        return gx, gw, gb, None, None, None
+        gw, gb = WeightGrad.apply(gy, x, w.shape[-2], w.shape[-1], *ctx.spec)
+        return gx, gw, gb if ctx.has_bias else None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, w: Tensor, b: Tensor | None, *spec: Pair) -> tuple[Tensor, int]:
         if b is not None:
-            b = _lead(info, in_dims[2:], b)[0].contiguous()
-        x, w = _lead(info, in_dims, x, w)
+            b = lead(info, in_dims[2:], b)[0].contiguous()
+        x, w = lead(info, in_dims, x, w)
         return conv_ops.first(torch.ops.fedblur.client_conv(conv_ops.last(x), conv_ops.last(w), b, *spec)), 0
 
 
@@ -122,25 +89,30 @@ class InputGrad(Gradient):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, gy: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, int]:
-        gy, w = _lead(info, in_dims, gy, w)
+        gy, w = lead(info, in_dims, gy, w)
         return conv_ops.first(torch.ops.fedblur.client_conv_input_grad(conv_ops.last(gy), conv_ops.last(w), *rest)), 0
 
 
 class WeightGrad(Gradient):
-    """gw of a convolution."""
+    """gw and gb of a convolution."""
 
     @staticmethod
-    def forward(gy: Tensor, x: Tensor, height: int, width: int, stride: Pair, padding: Pair, dilation: Pair) -> Tensor:
+    def forward(
+        gy: Tensor, x: Tensor, height: int, width: int, stride: Pair, padding: Pair, dilation: Pair
+    ) -> tuple[Tensor, Tensor]:
         shape = [gy.shape[1], x.shape[1], height, width]
-        return conv_grad.conv2d_weight(x, shape, gy, stride, padding, dilation)
+        return conv_grad.conv2d_weight(x, shape, gy, stride, padding, dilation), gy.sum((0, 2, 3))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, gy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, int]:
-        gy, x = _lead(info, in_dims, gy, x)
-        return conv_ops.first(torch.ops.fedblur.client_conv_weight_grad(conv_ops.last(gy), conv_ops.last(x), *rest)), 0
+    def vmap(
+        info: Any, in_dims: Any, gy: Tensor, x: Tensor, *rest: Any
+    ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+        gy, x = lead(info, in_dims, gy, x)
+        gw, gb = torch.ops.fedblur.client_conv_weight_grad(conv_ops.last(gy), conv_ops.last(x), *rest)
+        return (conv_ops.first(gw), gb), (0, 0)
 
 
-def _lead(info: Any, in_dims: Any, *tensors: Tensor) -> list[Tensor]:
+def lead(info: Any, in_dims: Any, *tensors: Tensor) -> list[Tensor]:
     """Both tensors with the clients in front; what is shared by all clients is expanded."""
     return [
         tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)

@@ -1,0 +1,64 @@
+"""The numbers of a convolution, and how kernels cut it into tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+PROGRAMS = 4 * 132  # enough to fill an H100 or H200 a few times over
+MAX_PATCH = 64  # values of an input patch that one tile holds
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The numbers of a convolution; square strides, paddings and dilations are not assumed."""
+
+    clients: int
+    batch: int
+    channels: int  # C
+    height: int
+    width: int
+    outputs: int  # O
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+
+    @property
+    def out_size(self) -> tuple[int, int]:
+        sides = zip((self.height, self.width), self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        rows, columns = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sides)
+        return rows, columns
+
+    @property
+    def pool_patch(self) -> int:
+        """Values that all four members of a 2x2 pooling window see together."""
+        return (self.kernel[0] + 1) * (self.kernel[1] + 1) * self.channels
+
+    @property
+    def poolable(self) -> bool:
+        """Whether a 2x2 max-pool can be done by the convolution's own kernel."""
+        plain = self.stride == (1, 1) and self.dilation == (1, 1) and min(self.out_size) >= 2
+        return plain and (self.channels >= 16 or self.pool_patch <= MAX_PATCH)
+
+    def constants(self) -> dict[str, int]:
+        """What kernels are specialised to: divisions by these become multiplications."""
+        (kh, kw), (sh, sw), (ph, pw), (dh, dw) = self.kernel, self.stride, self.padding, self.dilation
+        out_h, out_w = self.out_size
+        sides = {"height": self.height, "width": self.width, "out_h": out_h, "out_w": out_w}
+        return sides | {"KH": kh, "KW": kw, "SH": sh, "SW": sw, "PH": ph, "PW": pw, "DH": dh, "DW": dw}
+
+
+class Tiles(NamedTuple):
+    """How a kernel is cut: a tile's rows, columns and depth, warps, loads in flight (benchmarks/tune_kernels.py)."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+def tile(size: int, most: int) -> int:
+    """A power of two that covers `size`, between 16 (the least a tensor core takes) and `most`."""
+    return min(most, max(16, 1 << (size - 1).bit_length()))

@@ -1,0 +1,269 @@
+"""Per-client convolution, 2x2 max-pool and ReLU in one kernel: the image before the pool is never written.
+
+That image is the largest tensor of a small CNN's step: four times what the pool leaves, written once and read three
+times. The forward kernel keeps, beside each value, which of its four candidates won (4: ReLU closed it), and both
+gradients read only that byte and the pooled gradient. Stride and dilation 1; layouts as in `triton_conv`.
+
+Inputs of few channels (a first layer) take the patch route: the 2x2 windows of a k x k kernel lie in one patch of
+(k+1) x (k+1) pixels, which is loaded once and multiplied by four shifted copies of the filters.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fedblur.kernels.geometry import MAX_PATCH, PROGRAMS, Geometry, Tiles, tile
+from fedblur.kernels.triton_weight_grad import added
+
+
+@triton.jit
+def _compete(acc, best, winner, number: tl.constexpr):
+    """The larger of two candidates; the first one keeps ties, and nan wins as in torch."""
+    better = (acc > best) | (acc != acc)
+    return tl.where(better, acc, best), tl.where(better, number, winner)
+
+
+@triton.jit
+def _forward_kernel(
+    x, w, bias, y, where, batch, channels, outputs,
+    height: tl.constexpr, width: tl.constexpr, out_h: tl.constexpr, out_w: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PATCH: tl.constexpr, C: tl.constexpr,
+    BIAS: tl.constexpr, RELU: tl.constexpr,
+):  # fmt: skip
+    """y[m, o] = max over the window of m; m counts pooled pixels."""
+    client = tl.program_id(2).to(tl.int64)
+    rows = batch * out_h * out_w
+    taps = KH * KW * channels
+    x += client * batch * height * width * channels
+    w += client * outputs * taps
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    image = m // (out_h * out_w)
+    pixel = m % (out_h * out_w)
+    top = (pixel // out_w) * 2 - PH
+    left = (pixel % out_w) * 2 - PW
+    best = tl.full((BM, BN), float("-inf"), dtype=tl.float32)
+    winner = tl.zeros((BM, BN), dtype=tl.int32)
+    if PATCH:
+        k = tl.arange(0, BK)
+        r, s, c = k // ((KW + 1) * C), (k // C) % (KW + 1), k % C
+        ih, iw = top[:, None] + r[None, :], left[:, None] + s[None, :]
+        inside = (m < rows)[:, None] & (r <= KH)[None, :] & (ih >= 0) & (ih < height) & (iw >= 0) & (iw < width)
+        a = tl.load(x + ((image[:, None] * height + ih) * width + iw) * C + c[None, :], mask=inside, other=0.0)
+        for j in tl.static_range(4):
+            kh, kw = r - j // 2, s - j % 2
+            fits = (kh >= 0) & (kh < KH) & (kw >= 0) & (kw < KW)
+            place = n[None, :] * taps + ((kh * KW + kw) * C + c)[:, None]
+            b = tl.load(w + place, mask=fits[:, None] & (n < outputs)[None, :], other=0.0)
+            best, winner = _compete(tl.dot(a, b), best, winner, j)
+    else:
+        for j in tl.static_range(4):
+            acc = tl.zeros((BM, BN), dtype=tl.float32)
+            for tap in range(0, KH * KW):
+                ih = top + j // 2 + tap // KW
+                iw = left + j % 2 + tap % KW
+                inside = (m < rows) & (ih >= 0) & (ih < height) & (iw >= 0) & (iw < width)
+                at = ((image * height + ih) * width + iw) * channels
+                for c0 in range(0, channels, BK):
+                    c = c0 + tl.arange(0, BK)
+                    a = tl.load(x + at[:, None] + c[None, :], mask=inside[:, None] & (c < channels)[None, :], other=0.0)
+                    place = n[None, :] * taps + tap * channels + c[:, None]
+                    b = tl.load(w + place, mask=(c < channels)[:, None] & (n < outputs)[None, :], other=0.0)
+                    acc = tl.dot(a, b, acc)
+            best, winner = _compete(acc, best, winner, j)
+    if BIAS:
+        best += tl.load(bias + client * outputs + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
+    if RELU:
+        winner = tl.where(best > 0, winner, 4)
+        best = tl.where(best <= 0, 0.0, best)
+    target = (client * rows + m)[:, None] * outputs + n[None, :]
+    kept = (m < rows)[:, None] & (n < outputs)[None, :]
+    tl.store(y + target, best.to(y.dtype.element_ty), mask=kept)
+    tl.store(where + target, winner.to(tl.uint8), mask=kept)
+
+
+@triton.jit
+def _input_grad_kernel(
+    gy, where, w, gx, batch, channels, outputs,
+    height: tl.constexpr, width: tl.constexpr, out_h: tl.constexpr, out_w: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """gx[pixel, c] = Σ_{tap, o} of the pooled gradients whose winner the tap reaches, times w[o, tap, c]."""
+    client = tl.program_id(2).to(tl.int64)
+    rows = batch * height * width
+    taps = KH * KW * channels
+    gy += client * batch * out_h * out_w * outputs
+    where += client * batch * out_h * out_w * outputs
+    w += client * outputs * taps
+    gx += client * rows * channels
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    c = tl.program_id(1) * BN + tl.arange(0, BN)
+    image = m // (height * width)
+    pixel = m % (height * width)
+    row, column = pixel // width + PH, pixel % width + PW
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    for tap in range(0, KH * KW):
+        up = row - tap // KW
+        over = column - tap % KW
+        oh, ow = up // 2, over // 2
+        number = (up % 2) * 2 + over % 2
+        hit = (m < rows) & (up >= 0) & (over >= 0) & (oh < out_h) & (ow < out_w)
+        at = ((image * out_h + oh) * out_w + ow) * outputs
+        for o0 in range(0, outputs, BK):
+            o = o0 + tl.arange(0, BK)
+            inside = hit[:, None] & (o < outputs)[None, :]
+            won = tl.load(where + at[:, None] + o[None, :], mask=inside, other=4).to(tl.int32) == number[:, None]
+            a = tl.load(gy + at[:, None] + o[None, :], mask=inside, other=0.0)
+            a = tl.where(won, a, tl.zeros_like(a))
+            place = o[:, None] * taps + tap * channels + c[None, :]
+            b = tl.load(w + place, mask=(o < outputs)[:, None] & (c < channels)[None, :], other=0.0)
+            acc = tl.dot(a, b, acc)
+    target = m.to(tl.int64)[:, None] * channels + c[None, :]
+    tl.store(gx + target, acc.to(gx.dtype.element_ty), mask=(m < rows)[:, None] & (c < channels)[None, :])
+
+
+@triton.jit
+def _weight_grad_kernel(
+    gy, where, x, parts, sums, batch, channels, outputs, splits, stride_rows, wide,
+    height: tl.constexpr, width: tl.constexpr, out_h: tl.constexpr, out_w: tl.constexpr,
+    KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    BO: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PATCH: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """parts[split, j, o, k] = Σ_m [winner = j]·gy[m, o]·x[m + k], k in the patch; without PATCH j and k are merged."""
+    client = tl.program_id(2).to(tl.int64)
+    split = tl.program_id(1)
+    columns = tl.cdiv(wide, BN)
+    rows = batch * out_h * out_w
+    gy += client * rows * outputs
+    where += client * rows * outputs
+    x += client * batch * height * width * channels
+    o = (tl.program_id(0) // columns) * BO + tl.arange(0, BO)
+    k = (tl.program_id(0) % columns) * BN + tl.arange(0, BN)
+    c = k % C
+    across = KW + 1 if PATCH else KW
+    r, s = k // (across * C), (k // C) % across
+    acc0 = tl.zeros((BO, BN), dtype=tl.float32)
+    acc1 = tl.zeros((BO, BN), dtype=tl.float32)
+    acc2 = tl.zeros((BO, BN), dtype=tl.float32)
+    acc3 = tl.zeros((BO, BN), dtype=tl.float32)
+    total = tl.zeros((BO,), dtype=tl.float32)
+    last = tl.minimum(rows, (split + 1) * stride_rows)
+    for m0 in range(split * stride_rows, last, BK):
+        m = m0 + tl.arange(0, BK)
+        known = (m < last)[:, None] & (o < outputs)[None, :]
+        g = tl.load(gy + m[:, None] * outputs + o[None, :], mask=known, other=0.0)
+        won = tl.load(where + m[:, None] * outputs + o[None, :], mask=known, other=4).to(tl.int32)
+        zero = tl.zeros_like(g)
+        total += tl.sum(tl.where(won < 4, g, zero).to(tl.float32), 0)
+        image = m // (out_h * out_w)
+        pixel = m % (out_h * out_w)
+        ih = ((pixel // out_w) * 2 - PH)[:, None] + r[None, :]
+        iw = ((pixel % out_w) * 2 - PW)[:, None] + s[None, :]
+        real = (m < last)[:, None] & (k < wide)[None, :]
+        at = ((image[:, None] * height + ih) * width + iw) * C + c[None, :]
+        if PATCH:
+            inside = real & (ih >= 0) & (ih < height) & (iw >= 0) & (iw < width)
+            b = tl.load(x + at, mask=inside, other=0.0)
+            acc0 = tl.dot(tl.trans(tl.where(won == 0, g, zero)), b, acc0)
+            acc1 = tl.dot(tl.trans(tl.where(won == 1, g, zero)), b, acc1)
+            acc2 = tl.dot(tl.trans(tl.where(won == 2, g, zero)), b, acc2)
+            acc3 = tl.dot(tl.trans(tl.where(won == 3, g, zero)), b, acc3)
+        else:
+            for j in tl.static_range(4):
+                jh, jw = ih + j // 2, iw + j % 2
+                inside = real & (jh >= 0) & (jh < height) & (jw >= 0) & (jw < width)
+                b = tl.load(x + at + ((j // 2) * width + j % 2) * C, mask=inside, other=0.0)
+                acc0 = tl.dot(tl.trans(tl.where(won == j, g, zero)), b, acc0)
+    if tl.program_id(0) % columns == 0:
+        tl.store(sums + (client * splits + split) * outputs + o, total, mask=o < outputs)
+    place = o[:, None] * wide + k[None, :]
+    kept = (o < outputs)[:, None] & (k < wide)[None, :]
+    if PATCH:
+        parts += (client * splits + split) * 4 * outputs * wide
+        tl.store(parts + place, acc0, mask=kept)
+        tl.store(parts + outputs * wide + place, acc1, mask=kept)
+        tl.store(parts + 2 * outputs * wide + place, acc2, mask=kept)
+        tl.store(parts + 3 * outputs * wide + place, acc3, mask=kept)
+    else:
+        tl.store(parts + (client * splits + split) * outputs * wide + place, acc0, mask=kept)
+
+
+def pooled_size(g: Geometry) -> tuple[int, int]:
+    return g.out_size[0] // 2, g.out_size[1] // 2
+
+
+def forward_tiles(g: Geometry) -> Tiles:
+    if g.channels < 16:
+        return Tiles(64, tile(g.outputs, 64), tile(g.pool_patch, MAX_PATCH), 2, 1)
+    return Tiles(128, tile(g.outputs, 64), tile(g.channels, 32), 8, 2)
+
+
+def input_grad_tiles(g: Geometry) -> Tiles:
+    return Tiles(128, tile(g.channels, 128), tile(g.outputs, 32), 4, 2)
+
+
+def weight_grad_tiles(g: Geometry) -> Tiles:
+    if g.channels < 16:
+        return Tiles(tile(g.outputs, 32), tile(g.pool_patch, MAX_PATCH), 128, 2, 1)
+    return Tiles(tile(g.outputs, 64), 64, 64, 4, 2)
+
+
+def forward(x: Tensor, w: Tensor, bias: Tensor | None, g: Geometry, relu: bool) -> tuple[Tensor, Tensor]:
+    """x [clients, B, H, W, C], w [clients, O, KH, KW, C] -> y and the winners, [clients, B, OH/2, OW/2, O]."""
+    out_h, out_w = pooled_size(g)
+    y = x.new_empty(g.clients, g.batch, out_h, out_w, g.outputs)
+    where = torch.empty_like(y, dtype=torch.uint8)
+    bm, bn, bk, warps, stages = forward_tiles(g)
+    grid = (triton.cdiv(g.batch * out_h * out_w, bm), triton.cdiv(g.outputs, bn), g.clients)
+    _forward_kernel[grid](
+        x, w, w if bias is None else bias, y, where,
+        g.batch, g.channels, g.outputs, g.height, g.width, out_h, out_w,
+        KH=g.kernel[0], KW=g.kernel[1], PH=g.padding[0], PW=g.padding[1], BM=bm, BN=bn, BK=bk,
+        PATCH=g.channels < 16, C=g.channels, BIAS=bias is not None, RELU=relu, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return y, where
+
+
+def input_grad(gy: Tensor, where: Tensor, w: Tensor, g: Geometry) -> Tensor:
+    """The gradient by the input, [clients, B, H, W, C]."""
+    out_h, out_w = pooled_size(g)
+    gx = gy.new_empty(g.clients, g.batch, g.height, g.width, g.channels)
+    bm, bn, bk, warps, stages = input_grad_tiles(g)
+    grid = (triton.cdiv(g.batch * g.height * g.width, bm), triton.cdiv(g.channels, bn), g.clients)
+    _input_grad_kernel[grid](
+        gy, where, w, gx, g.batch, g.channels, g.outputs, g.height, g.width, out_h, out_w,
+        KH=g.kernel[0], KW=g.kernel[1], PH=g.padding[0], PW=g.padding[1], BM=bm, BN=bn, BK=bk,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return gx
+
+
+def weight_grad(gy: Tensor, where: Tensor, x: Tensor, g: Geometry) -> tuple[Tensor, Tensor]:
+    """The gradients by the weights [clients, O, KH, KW, C] and by the bias [clients, O]."""
+    out_h, out_w = pooled_size(g)
+    kh, kw = g.kernel
+    patch = g.channels < 16
+    wide = g.pool_patch if patch else kh * kw * g.channels
+    bo, bn, bk, warps, stages = weight_grad_tiles(g)
+    tiles = triton.cdiv(g.outputs, bo) * triton.cdiv(wide, bn)
+    rows = g.batch * out_h * out_w
+    splits = max(1, min(2 * PROGRAMS // (tiles * g.clients), triton.cdiv(rows, 4 * bk)))
+    stride_rows = triton.cdiv(triton.cdiv(rows, splits), bk) * bk
+    parts = gy.new_empty(g.clients, splits, 4 if patch else 1, g.outputs, wide, dtype=torch.float32)
+    sums = gy.new_empty(g.clients, splits, g.outputs, dtype=torch.float32)
+    _weight_grad_kernel[(tiles, splits, g.clients)](
+        gy, where, x, parts, sums, g.batch, g.channels, g.outputs, splits, stride_rows, wide,
+        g.height, g.width, out_h, out_w, KW=kw, PH=g.padding[0], PW=g.padding[1], BO=bo, BN=bn, BK=bk,
+        PATCH=patch, C=g.channels, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    total = added(parts)
+    if patch:
+        total = total.view(g.clients, 4, g.outputs, kh + 1, kw + 1, g.channels)
+        shifted = [total[:, j, :, j // 2 : j // 2 + kh, j % 2 : j % 2 + kw] for j in range(4)]
+        total = (shifted[0] + shifted[1]) + (shifted[2] + shifted[3])
+    return total.reshape(g.clients, g.outputs, kh, kw, g.channels).to(gy.dtype), added(sums).to(gy.dtype)

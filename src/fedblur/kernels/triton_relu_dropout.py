@@ -1,0 +1,80 @@
+"""ReLU and seeded dropout on a convolution's output, on the way from channels last to channels first, in one pass.
+
+The masks are those of `fedblur.dropout`, hashed from (key, element). A value passes if it was kept and was positive,
+that is if the output is not zero, so the gradient needs the output alone. Left to the compiler, this step writes out
+the hashes and reads memory across the grain: it took a fifth of CNN-B's round.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fedblur.kernels.geometry import tile
+
+
+@triton.jit
+def _hash32(value):
+    value = (value ^ (value >> 16)) * 0x85EBCA6B
+    value = (value ^ (value >> 13)) * 0xC2B2AE35
+    return value ^ (value >> 16)
+
+
+@triton.jit
+def _forward_kernel(
+    x, keys, y, batch, scale, threshold, PIXELS: tl.constexpr, CHANNELS: tl.constexpr,
+    BP: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    image = tl.program_id(1)
+    p = (tl.program_id(0) % tl.cdiv(PIXELS, BP)) * BP + tl.arange(0, BP)
+    c = (tl.program_id(0) // tl.cdiv(PIXELS, BP)) * BC + tl.arange(0, BC)
+    real = (p < PIXELS)[:, None] & (c < CHANNELS)[None, :]
+    start = image.to(tl.int64) * (PIXELS * CHANNELS)
+    value = tl.load(x + start + p[:, None] * CHANNELS + c[None, :], mask=real, other=0.0).to(tl.float32)
+    element = (image % batch) * (PIXELS * CHANNELS) + c[None, :] * PIXELS + p[:, None]
+    key = tl.load(keys + image // batch).to(tl.uint32)
+    kept = (_hash32(key + element.to(tl.uint32)) & 0x7FFFFFFF) >= threshold.to(tl.uint32)
+    value = tl.where((value <= 0) | (kept == 0), 0.0, value * scale)
+    tl.store(y + start + c[None, :] * PIXELS + p[:, None], value.to(y.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _grad_kernel(
+    gy, y, gx, scale, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    p = (tl.program_id(0) % tl.cdiv(PIXELS, BP)) * BP + tl.arange(0, BP)
+    c = (tl.program_id(0) // tl.cdiv(PIXELS, BP)) * BC + tl.arange(0, BC)
+    real = (p < PIXELS)[:, None] & (c < CHANNELS)[None, :]
+    start = tl.program_id(1).to(tl.int64) * (PIXELS * CHANNELS)
+    at = start + c[None, :] * PIXELS + p[:, None]
+    passed = tl.load(y + at, mask=real, other=0.0) > 0
+    value = tl.load(gy + at, mask=real, other=0.0).to(tl.float32) * scale
+    value = tl.where(passed, value, 0.0)
+    tl.store(gx + start + p[:, None] * CHANNELS + c[None, :], value.to(gx.dtype.element_ty), mask=real)
+
+
+def _cut(pixels: int, channels: int) -> tuple[int, int, int]:
+    bp, bc = tile(pixels, 128), tile(channels, 64)
+    return bp, bc, triton.cdiv(pixels, bp) * triton.cdiv(channels, bc)
+
+
+def forward(x: Tensor, keys: Tensor, threshold: int, scale: float) -> Tensor:
+    """x [clients, B, H, W, C], keys [clients] int32 -> [clients, B, C, H, W]."""
+    clients, batch, height, width, channels = x.shape
+    y = x.new_empty(clients, batch, channels, height, width)
+    bp, bc, tiles = _cut(height * width, channels)
+    _forward_kernel[(tiles, clients * batch)](
+        x, keys, y, batch, scale, threshold, PIXELS=height * width, CHANNELS=channels, BP=bp, BC=bc
+    )
+    return y
+
+
+def grad(gy: Tensor, y: Tensor, scale: float) -> Tensor:
+    """gy and y [clients, B, C, H, W] -> gx [clients, B, H, W, C]."""
+    clients, batch, channels, height, width = gy.shape
+    gx = torch.empty(clients, batch, height, width, channels, dtype=gy.dtype, device=gy.device)
+    bp, bc, tiles = _cut(height * width, channels)
+    _grad_kernel[(tiles, clients * batch)](gy, y, gx, scale, PIXELS=height * width, CHANNELS=channels, BP=bp, BC=bc)
+    return gx
