@@ -49,14 +49,14 @@ class SeededDropout(TorchFunctionMode):
         if not training or p == 0 or self.seed is None:
             return input
         self.calls += 1
-        key = _hash32((self.seed + self.step * 0x1E3779B1 + self.calls * 0x05EBCA77).to(torch.int32))
+        key = hash32((self.seed + self.step * 0x1E3779B1 + self.calls * 0x05EBCA77).to(torch.int32))
         shape = [*input.shape[:2], *[1] * (input.dim() - 2)] if channels else input.shape
         index = torch.arange(math.prod(shape), device=input.device, dtype=torch.int32).view(shape)
-        bits = _hash32(key + index) & 0x7FFFFFFF
+        bits = hash32(key + index) & 0x7FFFFFFF
         return input * (bits >= int(p * 2**31)) / (1 - p)
 
 
-def _hash32(value: Tensor) -> Tensor:
+def hash32(value: Tensor) -> Tensor:
     """A 32-bit integer mixer (constants of the murmur3 finaliser) on int32, whose products wrap on every device."""
     value = (value ^ ((value >> 16) & 0xFFFF)) * -0x7A143595
     value = (value ^ ((value >> 13) & 0x7FFFF)) * -0x3D4D51CB
