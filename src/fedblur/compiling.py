@@ -43,7 +43,8 @@ class Compiled:
             outcome.append(shape)
             return results
 
-        graph = make_fx(flat, tracing_mode="fake")(*tensors)
+        # frozen parameters of a model are real tensors inside the function: they become the graph's constants
+        graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
         return torch.compile(graph, dynamic=False, fullgraph=True, backend=self.backend), outcome[-1]
 
 
