@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from triton.testing import do_bench
 
-from fedblur.kernels import triton_conv, triton_conv_pool, triton_weight_grad
+from fedblur.kernels import triton_conv as conv
+from fedblur.kernels import triton_conv_pool as pool
+from fedblur.kernels import triton_weight_grad as weight
 from fedblur.kernels.geometry import Geometry, Tiles
 
 SHAPES = {
@@ -55,12 +57,11 @@ def candidates(kind: str, g: Geometry, own: Tiles) -> list[Tiles]:
 def trials(names: list[str]) -> Iterator[Trial]:
     for name in (n for n in SHAPES if n.split()[0] in names):
         g, pooled = SHAPES[name], name.endswith("+pool")
-        out_h, out_w = triton_conv_pool.pooled_size(g) if pooled else g.out_size
+        out_h, out_w = pool.pooled_size(g) if pooled else g.out_size
         x = torch.randn(g.clients, g.batch, g.height, g.width, g.channels, device="cuda").bfloat16()
         w = torch.randn(g.clients, g.outputs, *g.kernel, g.channels, device="cuda").bfloat16()
         gy = torch.randn(g.clients, g.batch, out_h, out_w, g.outputs, device="cuda").bfloat16()
         where = torch.randint(0, 5, gy.shape, device="cuda", dtype=torch.uint8)
-        conv, pool, weight = triton_conv, triton_conv_pool, triton_weight_grad
         runs: dict[str, tuple[Any, Callable[[], Any]]] = {
             "forward": (conv, lambda x=x, w=w, g=g: conv.forward(x, w, None, g)),
             "input_grad": (conv, lambda gy=gy, w=w, g=g: conv.input_grad(gy, w, g)),

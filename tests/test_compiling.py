@@ -1,22 +1,24 @@
 """Compiled local steps give what uncompiled ones give, with dropout, convolutions and BLUR inside."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from fedblur.client import LocalProgram, Trained, clip_block, local_update, many_clients
 from fedblur.compiling import Compiled
 from fedblur.config import LocalTraining
+from fedblur.functional import as_function
+from fedblur.methods.augment import Augment
+from fedblur.methods.balance import Balance
 from fedblur.methods.blur import Blur
 from fedblur.methods.lus import Lus
+from fedblur.models import GnResNet, make_model
 from tests.worlds import SmallCnn, job_for, packed, work_for
 
 
 @pytest.mark.parametrize("half", [False, True])
 def test_compiled__steps_equal_uncompiled_ones(half: bool) -> None:
-    from dataclasses import replace
-
-    from fedblur.functional import as_function
-
     torch.manual_seed(0)
     module = SmallCnn()
     job = job_for(module, (Blur(0.4), Lus(0.5)), local=LocalTraining(steps=2, batch_size=8))
@@ -30,6 +32,20 @@ def test_compiled__steps_equal_uncompiled_ones(half: bool) -> None:
     torch.testing.assert_close(Trained(*got), Trained(*expected), rtol=1e-4, atol=1e-6)
     assert len(traced.step.graphs) == job.local.steps  # on a CPU the step's number is a constant; on a GPU a tensor
     assert torch.isfinite(clip_block(got, job).bounded.value).all()
+
+
+@pytest.mark.parametrize("part", [GnResNet(8, (8, 16)), GnResNet(8, (8, 16), standardise=True, front="wavelets")])
+def test_compiled__small_models_with_frozen_front_ends_and_views(part: GnResNet) -> None:
+    """A frozen parameter is a constant of the function, not one of its arguments."""
+    module = make_model(part, (1, 16, 16), 10, seed=0)
+    methods = (Augment(0.1, 10, flip=True, views=2), Balance())
+    job = job_for(module, methods, local=LocalTraining(steps=2, batch_size=8))
+    job = replace(job, forward=as_function(module, half=True))
+    shard, work = work_for(job, packed([8, 5], (1, 16, 16)), [0, 1])
+    plain = many_clients(LocalProgram(job.forward, job.layout, job.local, job.methods))
+    traced = plain._replace(step=Compiled(plain.step, "aot_eager"))
+    expected, got = (local_update(job, steps, shard, work) for steps in (plain, traced))
+    torch.testing.assert_close(Trained(*got), Trained(*expected), rtol=1e-4, atol=1e-6)
 
 
 def test_compiled__makes_one_graph_per_shape() -> None:

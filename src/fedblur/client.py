@@ -6,6 +6,7 @@ Written once on functional parameters, without `.item()` and without a branch on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -61,6 +62,14 @@ def clip_block(trained: Trained, job: ClientJob) -> Block:
     return Block(bounded, trained.trained_norm, norms)
 
 
+class Batch(NamedTuple):
+    """What one step's loss reads."""
+
+    inputs: Tensor  # [rows, *shape]; padding is zeros: no other client's sample is read
+    labels: Tensor  # [rows]
+    valid: Tensor  # [rows], bool
+
+
 @dataclass(frozen=True)
 class LocalProgram:
     """What of a job does not change from round to round: pure functions on one client's tensors."""
@@ -78,7 +87,7 @@ class LocalProgram:
         """Δ ← Δ − η·(g + the methods' terms); a step whose indices are all padding is the identity."""
         local = self.local
         theta = _add(start, delta)
-        gradient_at: Gradient = partial(self._gradient, x, y, index, seed, step)
+        gradient_at: Gradient = partial(self._gradient, self._batch(x, y, index, seed, step), seed, step)
         for method in self.methods:
             gradient_at = method.wrap_gradient(gradient_at)
         gradient = gradient_at(theta)
@@ -96,15 +105,23 @@ class LocalProgram:
         return delta, velocity
 
     def score(self, start: Params, delta: Params, x: Tensor, y: Tensor, index: Tensor) -> Params:
-        """Σ ∇f over these samples at the end point, without dropout and without the methods' terms."""
-        return self._grad(_sum_loss)(_add(start, delta), self.forward, x, y, index, None, 0)
+        """Σ ∇f over these samples at the end point, without dropout and without what the methods add."""
+        return self._grad(_sum_loss)(_add(start, delta), self.forward, _gather(x, y, index), (), None, 0)
 
     def shape(self, which: int, delta: Params, gradient: Params) -> Params:
         """What method number `which` makes of the update."""
         return self.methods[which].shape_update(delta, gradient, self.layout)
 
-    def _gradient(self, x: Tensor, y: Tensor, index: Tensor, seed: Tensor, step: Tensor | int, theta: Params) -> Params:
-        return self._grad(_mean_loss)(theta, self.forward, x, y, index, seed, step)
+    def _batch(self, x: Tensor, y: Tensor, index: Tensor, seed: Tensor, step: Tensor | int) -> Batch:
+        """A step's samples; copies of a sample lie side by side, so that padding stays at the end."""
+        views = math.prod(method.views for method in self.methods)
+        batch = _gather(x, y, index if views == 1 else index[:, None].expand(-1, views).flatten())
+        for method in self.methods:
+            batch = batch._replace(inputs=method.view(batch.inputs, seed, step))
+        return batch
+
+    def _gradient(self, batch: Batch, seed: Tensor, step: Tensor | int, theta: Params) -> Params:
+        return self._grad(_mean_loss)(theta, self.forward, batch, self.methods, seed, step)
 
     def _grad(self, loss: Callable[..., Tensor]) -> Callable[..., Params]:
         return partial(_autograd, loss) if self.plain else torch.func.grad(loss)
@@ -186,24 +203,31 @@ def _autograd(loss: Callable[..., Tensor], theta: Params, *rest: object) -> Para
     return dict(zip(leaves, found, strict=True))
 
 
-def _mean_loss(
-    theta: Params, forward: Forward, x: Tensor, y: Tensor, index: Tensor, seed: Tensor | None, step: Tensor | int
-) -> Tensor:
-    return _sum_loss(theta, forward, x, y, index, seed, step) / (index >= 0).sum().clamp(min=1)
-
-
-def _sum_loss(
-    theta: Params, forward: Forward, x: Tensor, y: Tensor, index: Tensor, seed: Tensor | None, step: Tensor | int
-) -> Tensor:
-    """Cross-entropy summed over a batch. Padding is replaced by zeros: no other client's sample is read."""
+def _gather(x: Tensor, y: Tensor, index: Tensor) -> Batch:
+    """The samples of these indices. Padding is replaced by zeros: no other client's sample is read."""
     valid = index >= 0
     safe = index.clamp(min=0)
     inputs = as_input(x[safe])
     inputs = torch.where(valid.view(-1, *[1] * (inputs.dim() - 1)), inputs, 0.0)
+    return Batch(inputs, torch.where(valid, y[safe], 0), valid)
+
+
+def _mean_loss(
+    theta: Params, forward: Forward, batch: Batch, methods: tuple[Method, ...], seed: Tensor, step: Tensor | int
+) -> Tensor:
+    return _sum_loss(theta, forward, batch, methods, seed, step) / batch.valid.sum().clamp(min=1)
+
+
+def _sum_loss(
+    theta: Params, forward: Forward, batch: Batch, methods: tuple[Method, ...], seed: Tensor | None, step: Tensor | int
+) -> Tensor:
+    """Cross-entropy summed over a batch."""
     with SeededDropout(seed, step):
-        logits = forward(theta, inputs)
-    losses = F.cross_entropy(logits, torch.where(valid, y[safe], 0), reduction="none")
-    return (losses * valid).sum()
+        logits = forward(theta, batch.inputs)
+    for method in methods:
+        logits = method.adjust(logits, batch.labels, batch.valid)
+    losses = F.cross_entropy(logits, batch.labels, reduction="none")
+    return (losses * batch.valid).sum()
 
 
 def _add(a: Params, b: Params, scale: float = 1.0) -> Params:

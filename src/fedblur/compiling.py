@@ -62,8 +62,10 @@ class Compiled:
             return results
 
         with fusing():
-            # detach: a tensor given twice (Δ and velocity start as the same zeros) must be two inputs of the graph
-            graph = make_fx(flat, tracing_mode="fake")(*(tensor.detach() for tensor in tensors))
+            # detach: a tensor given twice (Δ and velocity start as the same zeros) must be two inputs of the graph;
+            # frozen parameters of a model are real tensors inside the function: they become the graph's constants
+            trace = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)
+            graph = trace(*(tensor.detach() for tensor in tensors))
         graph.graph.eliminate_dead_code()  # the unfused halves of fused layers
         graph.recompile()
         invariant, state = (_positions(arguments, chosen) for chosen in (self.invariant, self.state))

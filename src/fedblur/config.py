@@ -67,9 +67,11 @@ class Config:
     # server
     server: Any = part("server", "sgd")
     averaging: Any = part("averaging")
+    denoise: Any = part("denoise")  # None: the server steps with the noisy mean as it is
     # run
     seed: int | None = None  # None: OS entropy, private; a number: reproducible, NOT PRIVATE
     data_seed: int = 0  # partition and splits: the same for all seeds, so that methods are compared pairwise
+    test_views: int = 1  # predictions are the mean over the sample and so many less one views of it (method "augment")
     eval_every: int | None = None  # None: about twenty times a run
     checkpoint_every: int = 10
 
@@ -126,13 +128,17 @@ def _check_bounding(config: Config) -> None:
             raise ConfigError("clip_norm=inf leaves clipping='adaptive' no norm to start at; set clip_norm=0.1")
     if config.mask is not None:
         config.mask.check(config.server)
+        if config.denoise is not None:
+            raise ConfigError(
+                "denoise takes every coordinate to be noisy, which a mask does not leave; drop one of them"
+            )
 
 
 def _check_voting(config: Config) -> None:
     name = config.voting.part_name
     if len(config.method) > 1:
         raise ConfigError(f"method {name!r} is a protocol of its own: give it alone, without other methods")
-    for key, idle in (("bounding", "clip"), ("clipping", None), ("mask", None)):
+    for key, idle in (("bounding", "clip"), ("clipping", None), ("mask", None), ("denoise", None), ("test_views", 1)):
         demand(
             getattr(config, key) == idle, key, getattr(config, key), f"does not apply to {name}: it sends no updates"
         )
@@ -155,6 +161,9 @@ def _check_run(config: Config) -> None:
         config.eval_every,
         "must be at least 1",
     )
+    demand(config.test_views >= 1, "test_views", config.test_views, "must be at least 1")
+    if config.test_views > 1 and not any(method.part_name == "augment" for method in config.method):
+        raise ConfigError(f"test_views={config.test_views} needs method 'augment', which makes the views")
     demand(config.checkpoint_every >= 1, "checkpoint_every", config.checkpoint_every, "must be at least 1")
     demand(
         config.seed is None or config.seed >= 0,
@@ -208,9 +217,14 @@ def canonical(value: Any) -> str:
     return json.dumps(plain(value), sort_keys=True)
 
 
+# Keys that came after results were first kept: at these values they leave the hash of a configuration as it was.
+_LATER: dict[str, Any] = {"denoise": None, "test_views": 1}
+
+
 def config_hash(config: Config) -> str:
     """Twelve hex digits that change when anything that decides the result changes."""
-    return hashlib.sha256(canonical(to_dict(config)).encode()).hexdigest()[:12]
+    table = {key: value for key, value in to_dict(config).items() if key not in _LATER or value != _LATER[key]}
+    return hashlib.sha256(canonical(table).encode()).hexdigest()[:12]
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -25,7 +25,7 @@ from fedblur.errors import ConfigError, nearest
 
 Kind = Literal[
     "dataset", "partition", "model", "method", "mechanism", "sampling", "server", "averaging", "clipping", "mask",
-    "voting",
+    "voting", "denoise",
 ]  # fmt: skip
 KINDS: tuple[str, ...] = get_args(Kind)
 _HOMES = {
@@ -40,6 +40,7 @@ _HOMES = {
     "clipping": "fedblur.adaptive",
     "mask": "fedblur.masks",
     "voting": "fedblur.voting",
+    "denoise": "fedblur.denoising",
 }
 _ALSO: dict[str, Kind] = {"method": "voting"}  # a protocol of its own is chosen where methods are
 _PARTS: dict[str, dict[str, type]] = {kind: {} for kind in KINDS}

@@ -21,6 +21,7 @@ from fedblur.bounding import Bounding, Message
 from fedblur.client import Block, ClientJob
 from fedblur.clipping import Bounded
 from fedblur.config import LocalTraining
+from fedblur.denoising import Denoise
 from fedblur.diagnostics import Diagnostics
 from fedblur.engines import Alone, Engine, Processes, Task
 from fedblur.functional import Forward, Layout
@@ -51,6 +52,7 @@ class Protocol:
     bounding: Bounding = "clip"
     clipping: Adaptive | None = None
     mask: Mask | None = None
+    denoise: Denoise | None = None
     processes: Processes = field(default_factory=Alone)
 
 
@@ -80,6 +82,8 @@ def run_round(protocol: Protocol, state: ServerState, rng: Rng) -> RoundResult:
     update, bits = job.message.decode(noisy, protocol.layout.total)
     mean = update / plan.expected_cohort  # the constant pN, never len(cohort) (invariant 3)
     noise_std = release.noise_std / plan.expected_cohort
+    if protocol.denoise is not None:
+        mean = protocol.denoise.clean(mean, noise_std, protocol.layout)
     state = protocol.server.step(state, mean, round_=state.round, rounds=plan.rounds, noise_std=noise_std)
     if protocol.averaging is not None:
         state = protocol.averaging.update(state, round_=state.round - 1, rounds=plan.rounds)

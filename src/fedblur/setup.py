@@ -109,6 +109,7 @@ def prepare(
         bounding=config.bounding,
         clipping=config.clipping,
         mask=config.mask,
+        denoise=config.denoise,
         processes=ranks or Alone(),
     )
     words = f"{protocol.engine}, {'bf16' if machine.half(device) else 'fp32'}"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fedblur.accounting import PrivacyPlan, adjacency
-from fedblur.config import canonical
+from fedblur.config import Config, canonical
 from fedblur.planning import signal_to_noise
 from fedblur.registry import describe
 from fedblur.round import Protocol
@@ -38,7 +38,7 @@ def summarise(
         "accuracy": accuracy,
         "loss": loss,
         "accuracy_last_10_evaluations": sum(measured[-10:]) / len(measured[-10:]) if measured else None,
-        "evaluated_on": config.evaluate,
+        "evaluated_on": evaluated_on(config),
         "data": setup.federation.name,
         "data_note": setup.federation.note,
         "clients": setup.federation.train.clients,
@@ -50,6 +50,11 @@ def summarise(
         "machine": setup.machine,
         "versions": versions(),
     }
+
+
+def evaluated_on(config: Config) -> str:
+    """Which data, and how often each sample was looked at."""
+    return config.evaluate if config.test_views == 1 else f"{config.test_views} views of each of the {config.evaluate}"
 
 
 def versions() -> dict[str, str]:
@@ -77,7 +82,8 @@ def privacy_statement(setup: Setup, state: ServerState) -> dict[str, Any]:
         "expected_cohort": plan.expected_cohort,
         "releases": spends,
         "trust_model": config.mechanism.trust,
-        "tuning": f"Settings chosen before this run are not accounted; accuracy was measured on {config.evaluate} data",
+        "tuning": "Settings chosen before this run are not accounted; "
+        f"accuracy was measured on {evaluated_on(config)} data",
         "signal_to_noise": signal_to_noise(vector_plan(protocol), sent_coordinates(protocol)),
     }
 

@@ -257,7 +257,8 @@ def _demand_finite(row: Row, config: Config) -> None:
 def measure(setup: Setup, state: ServerState) -> tuple[float, float]:
     """Accuracy and loss of the model that this state publishes."""
     theta = setup.protocol.layout.unflatten(published(state, setup.config.averaging))
-    return evaluate(setup.protocol.forward, theta, setup.held_out)
+    config = setup.config
+    return evaluate(setup.protocol.forward, theta, setup.held_out, config.method, config.test_views)
 
 
 def _finish(folder: RunFolder, setup: Setup, state: ServerState, rows: list[Row]) -> Run:

@@ -10,12 +10,13 @@ from torch.nn.functional import cross_entropy
 
 from fedblur import registry
 from fedblur.functional import Layout, initial_vector
-from fedblur.models import Cnn, GnCnn, Logistic, Model, make_model
+from fedblur.models import Cnn, GnCnn, GnResNet, Logistic, Model, make_model
 
 PARTS = [
     *(registry.build("model", name) for name in sorted(registry.parts("model"))),
     Cnn(variant="a"),
     GnCnn(pool_first=True, pooling="global"),
+    GnResNet(standardise=True, front="wavelets", head_scale=0.5),
 ]
 SHAPE, CLASSES = (1, 8, 8), 5
 

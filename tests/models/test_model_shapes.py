@@ -9,7 +9,8 @@ from torch import nn
 from fedblur import registry
 from fedblur.errors import ConfigError, ModelError
 from fedblur.functional import Layout, check_model
-from fedblur.models import Cnn, GnCnn, Logistic, Mlp, Model, ResNet18, make_model
+from fedblur.models import Cnn, GnCnn, GnResNet, Logistic, Mlp, Model, ResNet18, make_model
+from fedblur.models.wavelets import Wavelets
 
 EMNIST = ((1, 28, 28), 62)
 CIFAR = ((3, 32, 32), 10)
@@ -28,6 +29,9 @@ COUNTS = [
     (GnCnn(), *CIFAR, 98_826),
     (GnCnn(widths=(32, 64, 96), pool_first=True), *EMNIST, 98_462),
     (GnCnn(pooling="global"), *EMNIST, 39_454 - 3 * 64 * 62),
+    (GnResNet(), *EMNIST, 91_206),
+    (GnResNet(standardise=True, head_scale=0.5), *EMNIST, 91_206),
+    (GnResNet(front="wavelets"), *EMNIST, 91_206 - 25 * 24 + 17 * 24),
     (Logistic(), *EMNIST, 784 * 62 + 62),
     (Logistic(), (64,), 10, 650),
     (Mlp(hidden=(32,)), (64,), 10, 64 * 32 + 32 + 32 * 10 + 10),
@@ -64,7 +68,7 @@ def test_dense_models__a_sample_without_values_is_refused(part: Model, shape: tu
         part.build(shape, 3)
 
 
-@pytest.mark.parametrize("part", [Cnn(), GnCnn(), ResNet18()])
+@pytest.mark.parametrize("part", [Cnn(), GnCnn(), GnResNet(), ResNet18()])
 @pytest.mark.parametrize("shape", [(64,), (8, 8), (1, 1, 8, 8), (1, 0, 8)])
 def test_image_models__what_is_no_image_is_refused(part: Model, shape: tuple[int, ...]) -> None:
     with pytest.raises(ModelError, match=r"reads \(channels, height, width\); use") as caught:
@@ -124,3 +128,27 @@ def test_model__wrong_settings_are_one_line(value: dict[str, object], message: s
         registry.build("model", value)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("front", ["none", "wavelets"])
+def test_gn_resnet__a_standardised_filter_s_mean_and_length_do_not_matter(front: str) -> None:
+    module = make_model(GnResNet(standardise=True, front=front), *CIFAR, seed=0).eval()
+    x = torch.rand(2, 3, 32, 32)
+    before = module(x)
+    with torch.no_grad():
+        for layer in module.modules():
+            if isinstance(layer, nn.Conv2d):
+                layer.weight.mul_(3.0).add_(0.7)
+    torch.testing.assert_close(module(x), before, rtol=1e-3, atol=1e-3)
+
+
+def test_wavelets__are_constants_that_answer_to_edges_and_not_to_brightness() -> None:
+    front = Wavelets(1)
+    assert not [tensor for tensor in front.parameters() if tensor.requires_grad]
+    flat = front(torch.full((1, 1, 32, 32), 0.8))[0, :, 6:10, 6:10]
+    torch.testing.assert_close(flat[0], torch.full((4, 4), 0.8))
+    assert float(flat[1:].max()) < 0.02
+    stripes = torch.arange(32).remainder(4).ge(2).float().expand(1, 1, 32, 32)
+    answers = front(stripes)[0, 1:, 6:10, 6:10].mean((1, 2)).view(2, 8)
+    assert int(answers[0].argmax()) == 0  # along x
+    assert float(answers[0, 0]) > 5 * float(answers[0, 4])

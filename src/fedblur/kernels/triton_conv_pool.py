@@ -128,6 +128,12 @@ def _input_grad_kernel(
 
 
 @triton.jit
+def _of_winner(g, won, number: tl.constexpr):
+    """[o, m]: the gradients whose winner was this member of the window, turned for a product."""
+    return tl.trans(tl.where(won == number, g, tl.zeros_like(g)))
+
+
+@triton.jit
 def _weight_grad_kernel(
     gy, where, x, parts, sums, batch, channels, outputs, splits, stride_rows, wide,
     height: tl.constexpr, width: tl.constexpr, out_h: tl.constexpr, out_w: tl.constexpr,
@@ -158,10 +164,8 @@ def _weight_grad_kernel(
         known = (m < last)[:, None] & (o < outputs)[None, :]
         g = tl.load(gy + m[:, None] * outputs + o[None, :], mask=known, other=0.0)
         won = tl.load(where + m[:, None] * outputs + o[None, :], mask=known, other=4).to(tl.int32)
-        zero = tl.zeros_like(g)
-        total += tl.sum(tl.where(won < 4, g, zero).to(tl.float32), 0)
-        image = m // (out_h * out_w)
-        pixel = m % (out_h * out_w)
+        total += tl.sum(tl.where(won < 4, g, tl.zeros_like(g)).to(tl.float32), 0)
+        image, pixel = m // (out_h * out_w), m % (out_h * out_w)
         ih = ((pixel // out_w) * 2 - PH)[:, None] + r[None, :]
         iw = ((pixel % out_w) * 2 - PW)[:, None] + s[None, :]
         real = (m < last)[:, None] & (k < wide)[None, :]
@@ -169,28 +173,26 @@ def _weight_grad_kernel(
         if PATCH:
             inside = real & (ih >= 0) & (ih < height) & (iw >= 0) & (iw < width)
             b = tl.load(x + at, mask=inside, other=0.0)
-            acc0 = tl.dot(tl.trans(tl.where(won == 0, g, zero)), b, acc0)
-            acc1 = tl.dot(tl.trans(tl.where(won == 1, g, zero)), b, acc1)
-            acc2 = tl.dot(tl.trans(tl.where(won == 2, g, zero)), b, acc2)
-            acc3 = tl.dot(tl.trans(tl.where(won == 3, g, zero)), b, acc3)
+            acc0 = tl.dot(_of_winner(g, won, 0), b, acc0)
+            acc1 = tl.dot(_of_winner(g, won, 1), b, acc1)
+            acc2 = tl.dot(_of_winner(g, won, 2), b, acc2)
+            acc3 = tl.dot(_of_winner(g, won, 3), b, acc3)
         else:
             for j in tl.static_range(4):
                 jh, jw = ih + j // 2, iw + j % 2
                 inside = real & (jh >= 0) & (jh < height) & (jw >= 0) & (jw < width)
                 b = tl.load(x + at + ((j // 2) * width + j % 2) * C, mask=inside, other=0.0)
-                acc0 = tl.dot(tl.trans(tl.where(won == j, g, zero)), b, acc0)
+                acc0 = tl.dot(_of_winner(g, won, j), b, acc0)
     if tl.program_id(0) % columns == 0:
         tl.store(sums + (client * splits + split) * outputs + o, total, mask=o < outputs)
     place = o[:, None] * wide + k[None, :]
     kept = (o < outputs)[:, None] & (k < wide)[None, :]
+    parts += (client * splits + split) * (4 if PATCH else 1) * outputs * wide
+    tl.store(parts + place, acc0, mask=kept)
     if PATCH:
-        parts += (client * splits + split) * 4 * outputs * wide
-        tl.store(parts + place, acc0, mask=kept)
         tl.store(parts + outputs * wide + place, acc1, mask=kept)
         tl.store(parts + 2 * outputs * wide + place, acc2, mask=kept)
         tl.store(parts + 3 * outputs * wide + place, acc3, mask=kept)
-    else:
-        tl.store(parts + (client * splits + split) * outputs * wide + place, acc0, mask=kept)
 
 
 def pooled_size(g: Geometry) -> tuple[int, int]:

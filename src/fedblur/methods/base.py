@@ -26,8 +26,21 @@ class Method:
         """On which samples `shape_update` wants the gradient at the end point: none, all local ones, the last batch."""
         return "none"
 
+    @property
+    def views(self) -> int:
+        """How many copies of each sample a step sees; `view` makes them differ."""
+        return 1
+
     def check(self, local: LocalTraining) -> None:
         """Refuse settings that do not fit the local training."""
+
+    def view(self, inputs: Tensor, seed: Tensor, step: Tensor | int) -> Tensor:
+        """A step's inputs [rows, *shape], perhaps disturbed: row i by what (seed, step, i) say and nothing else."""
+        return inputs
+
+    def adjust(self, logits: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
+        """A step's logits [rows, classes] as the loss reads them; rows that are not valid are padding."""
+        return logits
 
     def wrap_gradient(self, gradient: Gradient) -> Gradient:
         """The loss's gradient as a function of the parameters, perhaps taken elsewhere (sharpness-aware steps)."""

@@ -6,7 +6,6 @@ and read by one dense layer. 39,454 parameters on 1x28x28 with 62 classes; 98,82
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,6 +15,7 @@ from torch import nn
 
 from fedblur.errors import ConfigError
 from fedblur.models.base import glorot_, image_shape, require_side
+from fedblur.models.norms import average_to, group_norm
 from fedblur.registry import register
 
 
@@ -43,7 +43,7 @@ class GnCnn:
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         for index, (inputs, outputs) in enumerate(pairwise((channels, *widths)), start=1):
             layers |= self._block(index, inputs, outputs, last=index == len(widths))
-        layers["average"] = _average_to(cells, height // shrink, width // shrink)
+        layers["average"] = average_to(cells, height // shrink, width // shrink)
         layers["flatten"] = nn.Flatten()
         layers["head"] = nn.Linear(widths[-1] * cells * cells, classes)
         module = nn.Sequential(layers)
@@ -51,20 +51,8 @@ class GnCnn:
         return module
 
     def _block(self, index: int, inputs: int, outputs: int, last: bool) -> OrderedDict[str, nn.Module]:
-        norm = (f"norm{index}", nn.GroupNorm(_groups(outputs), outputs))
+        norm = (f"norm{index}", group_norm(outputs))
         pool = (f"pool{index}", nn.MaxPool2d(2))
         middle = [norm] if last else [pool, norm] if self.pool_first else [norm, pool]
         conv = (f"conv{index}", nn.Conv2d(inputs, outputs, 3, padding=1))
         return OrderedDict([conv, *middle, (f"relu{index}", nn.ReLU())])
-
-
-def _groups(width: int) -> int:
-    """At most 8 groups of at least 4 channels each where the width allows: 16 -> 4, 32 -> 8, 64 -> 8."""
-    return math.gcd(width, min(8, max(1, width // 4)))
-
-
-def _average_to(cells: int, height: int, width: int) -> nn.Module:
-    """Averages to cells x cells. Fixed windows: AdaptiveAvgPool2d's gradient is not deterministic on CUDA."""
-    stride = (height // cells, width // cells)
-    kernel = (height - (cells - 1) * stride[0], width - (cells - 1) * stride[1])
-    return nn.AvgPool2d(kernel, stride)
