@@ -153,10 +153,8 @@ def _weight_grad_kernel(
     c = k % C
     across = KW + 1 if PATCH else KW
     r, s = k // (across * C), (k // C) % across
-    acc0 = tl.zeros((BO, BN), dtype=tl.float32)
-    acc1 = tl.zeros((BO, BN), dtype=tl.float32)
-    acc2 = tl.zeros((BO, BN), dtype=tl.float32)
-    acc3 = tl.zeros((BO, BN), dtype=tl.float32)
+    zero = tl.zeros((BO, BN), dtype=tl.float32)
+    acc0, acc1, acc2, acc3 = zero, zero, zero, zero
     total = tl.zeros((BO,), dtype=tl.float32)
     last = tl.minimum(rows, (split + 1) * stride_rows)
     for m0 in range(split * stride_rows, last, BK):
