@@ -133,7 +133,21 @@ def many_clients(program: LocalProgram, compiled: bool = False) -> Steps:
         vmap(program.score, in_dims=(None, 0, None, None, 0)),
         vmap(program.shape, in_dims=(None, 0, 0)),
     )
-    return Steps(Compiled(steps.step), Compiled(steps.score), steps.shape) if compiled else steps
+    if not compiled:
+        return steps
+    stepping = replace(program, methods=tuple(method for method in program.methods if method.steers_steps))
+    return Steps(_compiled_step(stepping), _compiled_score(replace(program, methods=())), steps.shape)
+
+
+@lru_cache(maxsize=8)
+def _compiled_step(program: LocalProgram) -> Compiled:
+    """Of all programs whose steps are the same: LUS, for one, does not touch them."""
+    return Compiled(torch.func.vmap(program.step, in_dims=(None, 0, 0, None, None, None, 0, 0, None)))
+
+
+@lru_cache(maxsize=8)
+def _compiled_score(program: LocalProgram) -> Compiled:
+    return Compiled(torch.func.vmap(program.score, in_dims=(None, 0, None, None, 0)))
 
 
 def local_update(job: ClientJob, steps: Steps, shard: Shard, work: Work) -> Trained:

@@ -26,6 +26,12 @@ class Method:
         """On which samples `shape_update` wants the gradient at the end point: none, all local ones, the last batch."""
         return "none"
 
+    @property
+    def steers_steps(self) -> bool:
+        """Whether local steps differ with this method; if not, they are compiled without it and shared."""
+        hooks = ("wrap_gradient", "gradient_term", "after_step")
+        return any(getattr(type(self), hook) is not getattr(Method, hook) for hook in hooks)
+
     def check(self, local: LocalTraining) -> None:
         """Refuse settings that do not fit the local training."""
 
