@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fedblur.config import Config, to_dict
+from fedblur.config import Config, canonical, to_dict
 
 COMPILING = 45.0  # seconds, once per process and program, on a GPU
 _STARTING = 4.0  # seconds to load data, draw clients and calibrate
@@ -61,18 +61,18 @@ def _on(result: Mapping[str, Any], device: str) -> bool:
     return device in str(result.get("machine", "")) or "machine" not in result
 
 
-def _kind(config: Config) -> tuple[Any, ...]:
+def _kind(config: Config) -> str:
     """Cells of one kind cost the same per round."""
     return _kind_of({"config": to_dict(config)})
 
 
-def _kind_of(result: Mapping[str, Any]) -> tuple[Any, ...]:
+def _kind_of(result: Mapping[str, Any]) -> str:
     config = result["config"]
-    names = tuple(method["name"] for method in config["method"])
-    same = ("clients", "sample_rate", "rounds") if names and names[0].endswith("dpfl") else ("clients", "sample_rate")
-    local = config["local"]
-    parts = tuple(str(config[key]) for key in ("dataset", "model", "partition", *same))
-    return (*parts, config["mechanism"]["name"], names, local["steps"], local["batch_size"])
+    kept = ("dataset", "model", "clients", "sample_rate", "local")
+    parts = {key: config[key] for key in kept} | {"mechanism": config["mechanism"]["name"]}
+    parts["each"] = (config["partition"] or {}).get("samples_per_client")
+    parts["methods"] = [method["name"] for method in config["method"]]
+    return canonical(parts)
 
 
 def program(config: Config) -> tuple[Any, ...]:
