@@ -48,8 +48,8 @@ def render_forecast(forecast: Forecast) -> Table:
     """Cells in the order in which they would run."""
     table = Table(title=forecast.title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     axes = list(dict.fromkeys(name for cell in forecast.cells for name in cell.axes))
-    table.add_column("")
-    for name in [*axes, "seed", "priority", "rounds", "noise σ", "R", "time", "state"]:
+    table.add_column("", no_wrap=True)
+    for name in [*axes, "seed", "order", "rounds", "noise σ", "R", "time"]:
         table.add_column(name.replace(".", ".\n"), justify="right")
     for cell in forecast.cells:
         table.add_row(
@@ -60,7 +60,6 @@ def render_forecast(forecast: Forecast) -> Table:
             str(cell.rounds),
             "unknown" if cell.noise_multiplier is None else f"{cell.noise_multiplier:.3f}",
             "–" if cell.signal_to_noise is None else f"{cell.signal_to_noise:.2f}",
-            "unknown" if cell.seconds is None else f"{cell.seconds:.0f} s",
-            "done" if cell.done else "to run",
+            ("done, " if cell.done else "") + ("unknown" if cell.seconds is None else f"{cell.seconds:.0f} s"),
         )
     return table
