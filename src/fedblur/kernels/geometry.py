@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 PROGRAMS = 4 * 132  # enough to fill an H100 or H200 a few times over
-# Not to be specialised by Triton: with constant or divisible sides, Triton 3.6 compiled wrong addresses for some strides
+# Not to be specialised by Triton: with constant sides Triton 3.6 compiled wrong addresses for some strides
 # and paddings (even out_w, stride 2, padding 2: every value wrong), though its interpreter is right.
 SIZES = ("batch", "height", "width", "out_h", "out_w", "stride_rows")
 MAX_PATCH = 64  # values of an input patch that one tile holds
