@@ -27,7 +27,7 @@ def test_compiled__steps_equal_uncompiled_ones(half: bool) -> None:
     traced = plain._replace(step=Compiled(plain.step, "aot_eager"), score=Compiled(plain.score, "aot_eager"))
     expected, got = (local_update(job, steps, shard, work) for steps in (plain, traced))
     torch.testing.assert_close(Trained(*got), Trained(*expected), rtol=1e-4, atol=1e-6)
-    assert len(traced.step.graphs) == job.local.steps  # on a CPU the step's number is a constant; on a GPU a tensor
+    assert len(traced.step.graphs) == 1  # the step's number and the clip norm are tensors
     assert torch.isfinite(clip_block(got, job).bounded.value).all()
 
 

@@ -6,13 +6,12 @@ Written once on functional parameters, without `.item()` and without a branch on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fedblur.batches import Work
@@ -24,6 +23,7 @@ from fedblur.data.population import Shard, as_input
 from fedblur.dropout import SeededDropout
 from fedblur.functional import Forward, Layout, Params
 from fedblur.methods import Gradient, Method
+from fedblur.tracing import Traced
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,31 @@ def clip_block(trained: Trained, job: ClientJob) -> Block:
     return Block(bounded, trained.trained_norm, norms)
 
 
+class Batch(NamedTuple):
+    """What a step reads: of one client, or with a leading dimension of clients."""
+
+    inputs: Tensor  # [batch, *shape] as they are stored, 0 at padding: no other client's sample is read
+    labels: Tensor  # [batch], 0 at padding
+    weights: Tensor  # [batch] of each sample's loss, 0 at padding
+    rate: Tensor  # [] η, or 0 where all is padding
+
+
+def read_batches(shard: Shard, plan: Tensor, rate: float | None = None) -> Iterator[Batch]:
+    """The batches of a plan [..., steps, batch] one after another. With a rate losses are averaged, else summed."""
+    valid, safe = plan >= 0, plan.clamp(min=0)
+    labels = torch.where(valid, shard.y[safe], 0)
+    weights = valid.float() if rate is None else valid / valid.sum(-1, keepdim=True).clamp(min=1)
+    rates = (rate or 0.0) * valid.any(-1).float()
+    padded = plan.device.type != "cpu" or not bool(valid.all())  # asking a GPU would stop it
+    for q in range(plan.shape[-2]):
+        index = safe[..., q, :]
+        inputs = shard.x.index_select(0, index.flatten()).view(*index.shape, *shard.x.shape[1:])
+        if padded:
+            mask = valid[..., q, :].view(*index.shape, *[1] * (shard.x.dim() - 1))
+            inputs = torch.where(mask, inputs, torch.zeros((), dtype=inputs.dtype, device=inputs.device))
+        yield Batch(inputs, labels[..., q, :], weights[..., q, :], rates[..., q])
+
+
 @dataclass(frozen=True)
 class LocalProgram:
     """What of a job does not change from round to round: pure functions on one client's tensors."""
@@ -73,12 +98,12 @@ class LocalProgram:
 
     def step(
         self, start: Params, delta: Params, velocity: Params, clip_norm: Tensor | float,
-        x: Tensor, y: Tensor, index: Tensor, seed: Tensor, step: Tensor | int,
+        batch: Batch, seed: Tensor, step: Tensor | int,
     ) -> tuple[Params, Params]:  # fmt: skip
         """Δ ← Δ − η·(g + the methods' terms); a step whose indices are all padding is the identity."""
         local = self.local
         theta = _add(start, delta)
-        gradient_at: Gradient = partial(self._gradient, x, y, index, seed, step)
+        gradient_at: Gradient = partial(self._gradient, batch, seed, step)
         for method in self.methods:
             gradient_at = method.wrap_gradient(gradient_at)
         gradient = gradient_at(theta)
@@ -89,25 +114,31 @@ class LocalProgram:
             gradient = gradient if term is None else _add(gradient, term)
         if local.momentum:
             velocity = gradient = _add(gradient, velocity, local.momentum)
-        rate = local.learning_rate * (index >= 0).any()
-        delta = {name: delta[name] - rate * gradient[name] for name in delta}
+        delta = {name: torch.addcmul(delta[name], batch.rate, gradient[name], value=-1) for name in delta}
         for method in self.methods:
             delta = method.after_step(delta, clip_norm)
         return delta, velocity
 
-    def score(self, start: Params, delta: Params, x: Tensor, y: Tensor, index: Tensor) -> Params:
+    def score(self, start: Params, delta: Params, batch: Batch) -> Params:
         """Σ ∇f over these samples at the end point, without dropout and without the methods' terms."""
-        return self._grad(_sum_loss)(_add(start, delta), self.forward, x, y, index, None, 0)
+        return self._gradient(batch, None, 0, _add(start, delta))
 
     def shape(self, which: int, delta: Params, gradient: Params) -> Params:
         """What method number `which` makes of the update."""
         return self.methods[which].shape_update(delta, gradient, self.layout)
 
-    def _gradient(self, x: Tensor, y: Tensor, index: Tensor, seed: Tensor, step: Tensor | int, theta: Params) -> Params:
-        return self._grad(_mean_loss)(theta, self.forward, x, y, index, seed, step)
+    def _gradient(self, batch: Batch, seed: Tensor | None, step: Tensor | int, theta: Params) -> Params:
+        """Of the weighted sum of cross-entropies, by the chain rule from its derivative by the logits."""
 
-    def _grad(self, loss: Callable[..., Tensor]) -> Callable[..., Params]:
-        return partial(_autograd, loss) if self.plain else torch.func.grad(loss)
+        def logits_of(theta: Params) -> Tensor:
+            with SeededDropout(seed, step):
+                return self.forward(theta, as_input(batch.inputs))
+
+        if self.plain:
+            return _pulled_back(logits_of, theta, batch)
+        logits, pull_back, *_ = torch.func.vjp(logits_of, theta)
+        (gradient,) = pull_back(_slope(logits, batch))
+        return cast(Params, gradient)
 
 
 class Steps(NamedTuple):
@@ -125,26 +156,29 @@ def one_client(program: LocalProgram) -> Steps:
 
 
 @lru_cache(maxsize=8)
-def many_clients(program: LocalProgram, compiled: bool = False) -> Steps:
-    """The same under `vmap`; compiled, a step becomes a few fused kernels (worth it for long runs on a GPU)."""
+def many_clients(program: LocalProgram, compiled: bool = False, traced: bool = False) -> Steps:
+    """The same under `vmap`. Worth it for long runs: compiled, a step is a few fused kernels; traced, the same bits
+    with less between the operators."""
     vmap = torch.func.vmap
     steps = Steps(
-        vmap(program.step, in_dims=(None, 0, 0, None, None, None, 0, 0, None)),
-        vmap(program.score, in_dims=(None, 0, None, None, 0)),
+        vmap(program.step, in_dims=(None, 0, 0, None, 0, 0, None)),
+        vmap(program.score, in_dims=(None, 0, 0)),
         vmap(program.shape, in_dims=(None, 0, 0)),
     )
-    return Steps(Compiled(steps.step), Compiled(steps.score), steps.shape) if compiled else steps
+    if compiled:
+        return Steps(Compiled(steps.step), Compiled(steps.score), steps.shape)
+    return Steps(Traced(steps.step), Traced(steps.score), steps.shape) if traced else steps
 
 
 def local_update(job: ClientJob, steps: Steps, shard: Shard, work: Work) -> Trained:
     """Q local steps and the methods' shaping. `work` has a leading dimension of clients, or none for one client."""
-    lead, x, y = work.seeds.shape, shard.x, shard.y
+    lead, device = work.seeds.shape, work.seeds.device
     delta = {name: _zeros(tensor, lead) for name, tensor in job.start.items()}
     velocity = delta if job.local.momentum else {}
-    clip_norm = job.clip_norm if x.device.type == "cpu" else torch.tensor(job.clip_norm, device=x.device)
-    for q in range(job.local.steps):
-        index, count = work.plan[..., q, :], _counter(q, work.seeds.device)
-        delta, velocity = steps.step(job.start, delta, velocity, clip_norm, x, y, index, work.seeds, count)
+    clip_norm = torch.tensor(job.clip_norm, device=device)
+    for q, batch in enumerate(read_batches(shard, work.plan, job.local.learning_rate)):
+        count = _counter(q, device)
+        delta, velocity = steps.step(job.start, delta, velocity, clip_norm, batch, work.seeds, count)
     trained_norm = _norm(delta, len(lead))
     for which, method in enumerate(job.methods):
         if method.score_batch != "none":
@@ -156,51 +190,42 @@ def local_update(job: ClientJob, steps: Steps, shard: Shard, work: Work) -> Trai
 def _score_gradient(job: ClientJob, steps: Steps, delta: Params, shard: Shard, chunks: Tensor) -> Params:
     """∇f at the end point; chunk by chunk to save memory."""
     total: Params | None = None
-    for chunk in chunks.unbind(-2):
-        part = steps.score(job.start, delta, shard.x, shard.y, chunk)
+    for batch in read_batches(shard, chunks):
+        part = steps.score(job.start, delta, batch)
         total = part if total is None else _add(total, part)
     assert total is not None
     count = (chunks >= 0).sum((-1, -2)).clamp(min=1)
     return {name: t / count.view(*count.shape, *[1] * (t.dim() - count.dim())) for name, t in total.items()}
 
 
-def train_block(job: ClientJob, shard: Shard, work: Work, vectorise: bool, compiled: bool = False) -> Block:
+def train_block(
+    job: ClientJob, shard: Shard, work: Work, vectorise: bool, compiled: bool = False, traced: bool = False
+) -> Block:
     """`local_update` for a block of clients, all at once or one after another, then the clip."""
     program = LocalProgram(job.forward, job.layout, job.local, job.methods)
     if vectorise:
-        return clip_block(local_update(job, many_clients(program, compiled), shard, work), job)
+        return clip_block(local_update(job, many_clients(program, compiled, traced), shard, work), job)
     rows = zip(work.plan, work.samples, work.seeds, strict=True)
     each = [local_update(job, one_client(program), shard, Work(*row)) for row in rows]
     return clip_block(Trained(*map(torch.stack, zip(*each, strict=True))), job)
 
 
-def _autograd(loss: Callable[..., Tensor], theta: Params, *rest: object) -> Params:
-    """The loss's gradient by the parameters, as `torch.func.grad` gives it: zeros where a tensor has no part."""
+def _pulled_back(logits_of: Callable[[Params], Tensor], theta: Params, batch: Batch) -> Params:
+    """As `torch.func.vjp` gives it, by ordinary autograd: zeros where a tensor has no part in the logits."""
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in theta.items()}
     with torch.enable_grad():
-        value = loss(leaves, *rest)
-    found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
+        logits = logits_of(leaves)
+    slope = _slope(logits.detach(), batch)
+    found = torch.autograd.grad(logits, list(leaves.values()), slope, allow_unused=True, materialize_grads=True)
     return dict(zip(leaves, found, strict=True))
 
 
-def _mean_loss(
-    theta: Params, forward: Forward, x: Tensor, y: Tensor, index: Tensor, seed: Tensor | None, step: Tensor | int
-) -> Tensor:
-    return _sum_loss(theta, forward, x, y, index, seed, step) / (index >= 0).sum().clamp(min=1)
-
-
-def _sum_loss(
-    theta: Params, forward: Forward, x: Tensor, y: Tensor, index: Tensor, seed: Tensor | None, step: Tensor | int
-) -> Tensor:
-    """Cross-entropy summed over a batch. Padding is replaced by zeros: no other client's sample is read."""
-    valid = index >= 0
-    safe = index.clamp(min=0)
-    inputs = as_input(x[safe])
-    inputs = torch.where(valid.view(-1, *[1] * (inputs.dim() - 1)), inputs, 0.0)
-    with SeededDropout(seed, step):
-        logits = forward(theta, inputs)
-    losses = F.cross_entropy(logits, torch.where(valid, y[safe], 0), reduction="none")
-    return (losses * valid).sum()
+def _slope(logits: Tensor, batch: Batch) -> Tensor:
+    """∂(Σ weight·cross-entropy)/∂logits = weight·(softmax − one-hot), [batch, classes]; 0 at padding."""
+    powers = (logits - logits.amax(-1, keepdim=True)).exp()  # torch's softmax takes twice as long on short rows
+    weights = batch.weights[:, None]
+    shares = powers * (weights / powers.sum(-1, keepdim=True))
+    return shares.scatter_add(-1, batch.labels[:, None], -weights)
 
 
 def _add(a: Params, b: Params, scale: float = 1.0) -> Params:
@@ -219,6 +244,6 @@ def _norm(delta: Params, lead: int) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _counter(step: int, device: torch.device) -> Tensor | int:
-    """The step's number: on a GPU a tensor, or compiled code would be made anew for every step (and clip norm)."""
-    return step if device.type == "cpu" else torch.tensor(step, device=device)
+def _counter(step: int, device: torch.device) -> Tensor:
+    """The step's number as a tensor, or traced code would be made anew for every step."""
+    return torch.tensor(step, device=device)

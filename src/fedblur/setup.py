@@ -10,12 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from fedblur.accounting import PrivacyPlan, make_plan
+from fedblur.bounding import Message
+from fedblur.client import ClientJob
 from fedblur.config import Config
 from fedblur.data.federation import load_federation
 from fedblur.data.population import Federation, Samples
-from fedblur.engines import Alone, choose_engine
+from fedblur.engines import Alone, Choice, choose_engine
 from fedblur.engines.distributed import Ranks, own_device
 from fedblur.engines.local import EngineName
+from fedblur.engines.timing import Work, timed_choice
 from fedblur.errors import ConfigError
 from fedblur.functional import Layout, as_function, check_model, initial_vector
 from fedblur.ledger import Budget, ForeignLedger, Ledger
@@ -69,6 +72,7 @@ class Setup:
     rng: Rng
     held_out: Samples  # what accuracy is measured on: validation clients or test data, never both
     machine: str  # where and how it computes, in words
+    choice: Choice  # of the engine
 
 
 def prepare(
@@ -92,16 +96,22 @@ def prepare(
     if config.clipping is not None:
         config.clipping.vector_multiplier(plan.noise_multiplier, plan.expected_cohort)  # refuses before a round
     keeper = ForeignLedger if ranks is not None and ranks.rank else Ledger
+    forward = as_function(module, machine.half(device))
+    job = ClientJob(
+        forward, layout, layout.unflatten(initial.to(device)), config.local, config.method, config.clip_norm,
+        Message(config.bounding),
+    )  # fmt: skip
+    work = Work(job, module, shape, classes, plan.expected_cohort, config.rounds)
+    choice = _choice(work, machine, device, ranks)
+    steps = config.rounds * config.local.steps
     protocol = Protocol(
         plan=plan,
-        engine=choose_engine(
-            data.train, module, layout.total, device, machine.engine, config.rounds * config.local.steps
-        ),
+        engine=choose_engine(data.train, module, layout.total, device, choice.kind, steps),
         mechanism=mechanism_for(config, plan.sampler, layout.total),
         server=config.server,
         averaging=config.averaging,
         ledger=keeper(ledger, Budget(plan.epsilon_target, plan.delta, config.accountant, config.rounds)),
-        forward=as_function(module, machine.half(device)),
+        forward=forward,
         layout=layout,
         local=config.local,
         methods=config.method,
@@ -111,11 +121,21 @@ def prepare(
         mask=config.mask,
         processes=ranks or Alone(),
     )
-    words = f"{protocol.engine}, {'bf16' if machine.half(device) else 'fp32'}"
+    words = f"{protocol.engine}{choice.why and f' ({choice.why})'}, {'bf16' if machine.half(device) else 'fp32'}"
     if ranks is not None:
         ranks.ready(data.train, layout.total)
         words += f", {ranks}"
-    return Setup(config, data, module, initial.to(device), protocol, rng, held_out(config, data), words)
+    return Setup(config, data, module, initial.to(device), protocol, rng, held_out(config, data), words, choice)
+
+
+def _choice(work: Work, machine: Machine, device: torch.device, ranks: Ranks | None) -> Choice:
+    """The engine that was asked for, or the one that suits; under torchrun rank 0 chooses for all."""
+    choice = None
+    if ranks is None or not ranks.rank:
+        choice = timed_choice(work, device) if machine.engine == "auto" else Choice(machine.engine)
+    told = choice if ranks is None else ranks.tell(choice)
+    assert isinstance(told, Choice)
+    return told
 
 
 def load(config: Config, machine: Machine) -> Federation:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 from safetensors.torch import save
 from torch import nn
@@ -21,6 +21,7 @@ from fedblur.config import Config, canonical, differences, from_dict, to_dict
 from fedblur.data.population import Federation
 from fedblur.engines import suitable_threads
 from fedblur.engines.distributed import Ranks, demand_one_process, together
+from fedblur.engines.local import EngineName
 from fedblur.errors import DivergedError, LostRankError, PrivacyError, RunError
 from fedblur.evaluation import evaluate
 from fedblur.functional import initial_vector, load_vector
@@ -61,8 +62,10 @@ def train(
     federation: Federation | None = None,
     module: nn.Module | None = None,
     watch: Watcher | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> Run:
-    """Run a configuration from the start. `federation` and `module` bring your own data and model.
+    """Run a configuration from the start. `federation` and `module` bring your own data and model; `tell` hears which
+    engine computes it and why.
 
     Under torchrun, call it on every rank: rank 0's configuration and folder count, and all get the same Run.
     """
@@ -71,7 +74,7 @@ def train(
         if ranks is not None and ranks.rank:
             return _assist(ranks, machine, federation, module)
         folder = RunFolder(Path(out) if out is not None else default_folder(config))
-        return _begin(config, folder, machine, federation, module, watch, ranks)
+        return _begin(config, folder, machine, federation, module, watch, tell, ranks)
 
 
 def _begin(
@@ -81,6 +84,7 @@ def _begin(
     federation: Federation | None,
     module: nn.Module | None,
     watch: Watcher | None,
+    tell: Callable[[str], None] | None,
     ranks: Ranks | None,
 ) -> Run:
     resolved = _resolved(config, federation, module)
@@ -94,9 +98,12 @@ def _begin(
     try:
         _greet(ranks, folder, resolved)
         setup = prepare(config, folder.ledger, machine, federation, module, ranks)
+        folder.record_engine(setup.choice.kind, setup.initial.device.type, setup.machine)
     except BaseException:
         folder.abandon()  # nothing was released: leave no half-made run behind
         raise
+    if tell is not None:
+        tell(_header(setup))
     state = setup.protocol.server.init(setup.initial)
     if config.averaging is not None:
         state = config.averaging.init(state)
@@ -147,7 +154,8 @@ def _go_on(
 
         return run_election(config, folder, resolved, machine, federation, module, watch, new=False)
     _greet(ranks, folder, resolved)
-    setup = prepare(config, folder.ledger, machine, federation, module, ranks)
+    setup = prepare(config, folder.ledger, _as_recorded(folder, machine), federation, module, ranks)
+    tell(_header(setup))
     device = setup.initial.device
     tensors = {name: tensor.to(device) for name, tensor in checkpoint.tensors.items()}
     if tensors["theta"].shape != setup.initial.shape:
@@ -157,6 +165,18 @@ def _go_on(
     state = ServerState.from_tensors(tensors, checkpoint.round)
     rows = folder.truncate_rounds(checkpoint.round)
     return _dismiss(ranks, setup, _loop(folder, setup, state, resolved, rows, watch))
+
+
+def _as_recorded(folder: RunFolder, machine: Machine) -> Machine:
+    """With the engine that the run was started with, unless the user names one."""
+    recorded = folder.recorded_engine(machine.torch_device().type)
+    if machine.engine != "auto" or recorded not in get_args(EngineName):
+        return machine
+    return replace(machine, engine=cast(EngineName, recorded))
+
+
+def _header(setup: Setup) -> str:
+    return f"engine: {setup.machine}; --engine names another"
 
 
 def _greet(ranks: Ranks | None, folder: RunFolder, resolved: dict[str, Any]) -> None:
