@@ -19,7 +19,7 @@ def test_compiled__steps_equal_uncompiled_ones(half: bool) -> None:
 
     torch.manual_seed(0)
     module = SmallCnn()
-    job = job_for(module, (Blur(0.4), Lus(0.5)), local=LocalTraining(steps=2, batch_size=8))
+    job = job_for(module, (Blur(0.4), Lus(0.5)), local=LocalTraining(steps=3, batch_size=8, momentum=0.5))
     job = replace(job, forward=as_function(module, half))
     shard, work = work_for(job, packed([8, 8, 8]), [0, 1, 2])
     program = LocalProgram(job.forward, job.layout, job.local, job.methods)

@@ -174,7 +174,8 @@ def local_update(job: ClientJob, steps: Steps, shard: Shard, work: Work) -> Trai
     """Q local steps and the methods' shaping. `work` has a leading dimension of clients, or none for one client."""
     lead, device = work.seeds.shape, work.seeds.device
     delta = {name: _zeros(tensor, lead) for name, tensor in job.start.items()}
-    velocity = delta if job.local.momentum else {}
+    # Not the same tensors as Δ: a tracer would take the two for one.
+    velocity = {name: torch.zeros_like(tensor) for name, tensor in delta.items()} if job.local.momentum else {}
     clip_norm = torch.tensor(job.clip_norm, device=device)
     for q, batch in enumerate(read_batches(shard, work.plan, job.local.learning_rate)):
         count = _counter(q, device)

@@ -72,7 +72,7 @@ def _trace(function: Callable[..., Any], arguments: tuple[Any, ...], leaves: lis
         outcome.append(shape)
         return results
 
-    module = make_fx(flat, tracing_mode="fake")(*leaves)
+    module = make_fx(flat, tracing_mode="fake")(*[leaf.detach() for leaf in leaves])  # no two of them the same object
     simplify(module)
     shape = outcome[-1]
     return lambda *values: pytree.tree_unflatten(module(*values), shape)
