@@ -82,3 +82,13 @@ def test_engine__traced_blocks_are_filled_up_and_give_the_same_clients() -> None
     )
     assert [len(block.norms) for block in other] == [33]  # one empty client filled it up to 34
     assert torch.equal(one[0].bounded.value, other[0].bounded.value)
+
+
+def test_engine__a_traced_step_may_be_followed_by_an_untraced_score() -> None:
+    local = LocalTraining(steps=20, batch_size=8, learning_rate=0.1, momentum=0.5)
+    job, population = job_for(dense(), (Blur(0.4), Lus(0.5)), local=local), packed([8] * 4)
+    one, other = (
+        [*LocalEngine(population, CPU, True, 64, traced=traced).map_clients(job, torch.arange(4), Seeded.root(0))]
+        for traced in (False, True)
+    )
+    assert torch.equal(one[0].bounded.value, other[0].bounded.value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from threading import Lock
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class Traced:
 
     def __call__(self, *arguments: Any) -> Any:
         leaves = list(_leaves(arguments))
-        key = tuple((leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves)
+        key = tuple([(leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves])
         graph = self.graphs.get(key)
         if graph is not None:
             return graph(*leaves)
@@ -74,8 +74,48 @@ def _trace(function: Callable[..., Any], arguments: tuple[Any, ...], leaves: lis
 
     module = make_fx(flat, tracing_mode="fake")(*[leaf.detach() for leaf in leaves])  # no two of them the same object
     simplify(module)
-    shape = outcome[-1]
-    return lambda *values: pytree.tree_unflatten(module(*values), shape)
+    replay, shape = _as_function(module), outcome[-1]
+
+    def run(*values: Tensor) -> Any:
+        with torch.inference_mode():
+            return pytree.tree_unflatten(replay(*values), shape)
+
+    return run
+
+
+def _as_function(module: GraphModule) -> Replay:
+    """The graph as a plain function: `GraphModule` would put three more calls around every operator's own."""
+    nodes, scope = list(module.graph.nodes), {"__builtins__": {}}
+    last_use = {source: node for node in nodes for source in node.all_input_nodes}
+    lines, inputs = [], []
+    for node in nodes:
+        if node.op == "placeholder":
+            inputs.append(node.name)
+        elif node.op == "get_attr":
+            scope[node.name] = getattr(module, node.target)
+        elif node.op == "output":
+            lines.append(f"return {_text(node.args[0], scope)}")
+        else:
+            scope[f"call_{node.name}"] = getattr(node.target, "_op", node.target)
+            words = [_text(value, scope) for value in node.args]
+            words += [f"{name}={_text(value, scope)}" for name, value in node.kwargs.items()]
+            lines.append(f"{node.name} = call_{node.name}({', '.join(words)})")
+            done = [source.name for source in node.all_input_nodes if last_use[source] is node]
+            lines += [f"del {name}" for name in done if name not in scope]  # memory is free for what comes next
+    body = "\n    ".join(lines)
+    exec(f"def replay({', '.join(inputs)}):\n    {body}", scope)
+    return cast(Replay, scope["replay"])
+
+
+def _text(value: Any, scope: dict[str, Any]) -> str:
+    """An argument in source code; constants have a name in the scope."""
+    if isinstance(value, Node):
+        return value.name
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_text(item, scope) for item in value)}]"
+    name = f"constant_{len(scope)}"
+    scope[name] = value
+    return name
 
 
 def simplify(module: GraphModule) -> None:
