@@ -95,9 +95,7 @@ class RunFolder:
         except FileNotFoundError:  # a run from before engines were recorded
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RunError(
-                f"{self.engine} cannot be read: {error}; delete it to choose anew"
-            ) from None
+            raise RunError(f"{self.engine} cannot be read: {error}; delete it to choose anew") from None
 
     def append_round(self, row: Mapping[str, Any]) -> None:
         """One line of rounds.jsonl."""

@@ -11,7 +11,7 @@ import fedblur
 from fedblur.engines import Choice, timing
 from fedblur.engines.choice import rule
 from fedblur.engines.timing import Work, timed_choice
-from fedblur.setup import Machine
+from fedblur.setup import Machine, _choice
 from fedblur.train import resume
 from tests.worlds import CPU, SmallCnn, job_for
 
@@ -96,6 +96,19 @@ class Branches(SmallCnn):
 def test_choice__a_model_that_vmap_refuses_goes_one_by_one(timed: Path) -> None:
     assert timed_choice(work(Branches()), CPU).kind == "sequential"
     assert "vectorised cannot run this model" in timed_choice(work(Branches()), CPU).why
+
+
+def test_choice__other_ranks_take_rank_0s_and_time_nothing(timed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Told:
+        rank = 1
+
+        def tell(self, message: Choice | None = None) -> Choice:
+            assert message is None
+            return Choice("vectorised", "as rank 0 found")
+
+    asked = stub(monkeypatch, 9.0, 1.0)
+    assert _choice(work(SmallCnn()), Machine(), CPU, Told()) == Choice("vectorised", "as rank 0 found")
+    assert not asked
 
 
 def test_run__says_and_records_its_engine(timed: Path, tmp_path: Path) -> None:
