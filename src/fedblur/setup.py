@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from fedblur.mechanisms.base import Conditions
 from fedblur.models import make_model
 from fedblur.rng import Rng, make_rng
 from fedblur.round import Protocol
+from fedblur.runfolder import RunFolder
 from fedblur.sampling import Sampler
 
 Precision = Literal["auto", "bf16", "fp32"]
@@ -46,6 +47,13 @@ class Machine:
         """Whether to compute in bfloat16 (weights, updates and sums stay float32): on GPUs that have it."""
         able = device.type == "cuda" and torch.cuda.is_bf16_supported()
         return self.precision == "bf16" or (self.precision == "auto" and able)
+
+    def as_recorded(self, folder: RunFolder) -> Machine:
+        """With the engine that a run was started with, unless the user names one: another one gives other bits."""
+        recorded = folder.recorded_engine(self.torch_device().type)
+        if self.engine != "auto" or recorded not in get_args(EngineName):
+            return self
+        return replace(self, engine=cast(EngineName, recorded))
 
     def torch_device(self) -> torch.device:
         name = own_device(self.device)
@@ -73,6 +81,11 @@ class Setup:
     held_out: Samples  # what accuracy is measured on: validation clients or test data, never both
     machine: str  # where and how it computes, in words
     choice: Choice  # of the engine
+
+    @property
+    def header(self) -> str:
+        """What a run says first."""
+        return f"engine: {self.machine}; --engine names another"
 
 
 def prepare(

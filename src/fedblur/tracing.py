@@ -85,7 +85,8 @@ def _trace(function: Callable[..., Any], arguments: tuple[Any, ...], leaves: lis
 
 def _as_function(module: GraphModule) -> Replay:
     """The graph as a plain function: `GraphModule` would put three more calls around every operator's own."""
-    nodes, scope = list(module.graph.nodes), {"__builtins__": {}}
+    nodes = list(module.graph.nodes)
+    scope: dict[str, Any] = {"__builtins__": {}}
     last_use = {source: node for node in nodes for source in node.all_input_nodes}
     lines, inputs = [], []
     for node in nodes:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any
 
 from safetensors.torch import save
 from torch import nn
@@ -21,7 +21,6 @@ from fedblur.config import Config, canonical, differences, from_dict, to_dict
 from fedblur.data.population import Federation
 from fedblur.engines import suitable_threads
 from fedblur.engines.distributed import Ranks, demand_one_process, together
-from fedblur.engines.local import EngineName
 from fedblur.errors import DivergedError, LostRankError, PrivacyError, RunError
 from fedblur.evaluation import evaluate
 from fedblur.functional import initial_vector, load_vector
@@ -103,7 +102,7 @@ def _begin(
         folder.abandon()  # nothing was released: leave no half-made run behind
         raise
     if tell is not None:
-        tell(_header(setup))
+        tell(setup.header)
     state = setup.protocol.server.init(setup.initial)
     if config.averaging is not None:
         state = config.averaging.init(state)
@@ -154,8 +153,7 @@ def _go_on(
 
         return run_election(config, folder, resolved, machine, federation, module, watch, new=False)
     _greet(ranks, folder, resolved)
-    setup = prepare(config, folder.ledger, _as_recorded(folder, machine), federation, module, ranks)
-    tell(_header(setup))
+    setup = prepare(config, folder.ledger, machine.as_recorded(folder), federation, module, ranks)
     device = setup.initial.device
     tensors = {name: tensor.to(device) for name, tensor in checkpoint.tensors.items()}
     if tensors["theta"].shape != setup.initial.shape:
@@ -164,19 +162,20 @@ def _go_on(
         )
     state = ServerState.from_tensors(tensors, checkpoint.round)
     rows = folder.truncate_rounds(checkpoint.round)
-    return _dismiss(ranks, setup, _loop(folder, setup, state, resolved, rows, watch))
+    return _dismiss(ranks, setup, _loop(folder, setup, state, resolved, rows, _with_header(setup, tell, watch)))
 
 
-def _as_recorded(folder: RunFolder, machine: Machine) -> Machine:
-    """With the engine that the run was started with, unless the user names one."""
-    recorded = folder.recorded_engine(machine.torch_device().type)
-    if machine.engine != "auto" or recorded not in get_args(EngineName):
-        return machine
-    return replace(machine, engine=cast(EngineName, recorded))
+def _with_header(setup: Setup, tell: Callable[[str], None], watch: Watcher | None) -> Watcher:
+    """The header with the first round: a run that may not go on says why, and nothing else."""
+    header = iter([setup.header])
 
+    def watching(row: Row) -> None:
+        for text in header:
+            tell(text)
+        if watch is not None:
+            watch(row)
 
-def _header(setup: Setup) -> str:
-    return f"engine: {setup.machine}; --engine names another"
+    return watching
 
 
 def _greet(ranks: Ranks | None, folder: RunFolder, resolved: dict[str, Any]) -> None:

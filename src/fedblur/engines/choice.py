@@ -20,6 +20,7 @@ from fedblur.engines.workers import WorkerEngine
 Kind = Literal["vectorised", "sequential"]
 KINDS: tuple[Kind, Kind] = ("vectorised", "sequential")
 _CPU_BYTES = 512 * 2**20  # weights, gradients and temporaries of a block on a CPU
+_CPU_BLOCK = 256  # clients: more of them share little more overhead, and fall out of the caches
 _TRACED = 1000  # steps of a run on a CPU from which tracing one, which takes about 0.2 s, pays for itself
 _COMPILED = 2000  # steps of a run on a GPU: compiling takes half a minute
 
@@ -58,7 +59,7 @@ def choose_engine(
     copies = max(1, _CPU_BYTES // (dimension * 4 * 8))  # 8: Δ, θ, gradients, ...
     if not vectorise:
         return WorkerEngine(population, min(16, copies))
-    return LocalEngine(population.to(device), device, vectorise, min(1024, copies), traced=steps >= _TRACED)
+    return LocalEngine(population.to(device), device, vectorise, min(_CPU_BLOCK, copies), traced=steps >= _TRACED)
 
 
 def _gpu_block(dimension: int, device: torch.device) -> int:
