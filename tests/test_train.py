@@ -33,6 +33,7 @@ def test_train__writes_a_whole_run_folder(tmp_path: Path) -> None:
         "rounds.jsonl",
         "ledger.sqlite",
         "checkpoints",
+        "engine.json",
         "model.safetensors",
         "summary.json",
     }

@@ -29,7 +29,7 @@ class Recording(NamedTuple):
 
 
 class Captured:
-    """A pure function of tensors on a GPU. `resident` arguments are read where they lie, all others are copied."""
+    """A pure function of tensors, just called on a CPU. `resident` arguments are read where they lie, others copied."""
 
     def __init__(self, function: Callable[..., Any], resident: tuple[int, ...] = ()) -> None:
         self.function = function
@@ -39,6 +39,8 @@ class Captured:
 
     def __call__(self, *arguments: Any) -> Any:
         leaves, structure = pytree.tree_flatten(arguments)
+        if not any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in leaves):
+            return self.function(*arguments)
         stays = self._stays(arguments)
         places = tuple(leaf.data_ptr() for leaf, stay in zip(leaves, stays, strict=True) if stay)
         key = (structure, places, *(signature(leaf) for leaf in leaves))

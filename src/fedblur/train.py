@@ -61,8 +61,10 @@ def train(
     federation: Federation | None = None,
     module: nn.Module | None = None,
     watch: Watcher | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> Run:
-    """Run a configuration from the start. `federation` and `module` bring your own data and model.
+    """Run a configuration from the start. `federation` and `module` bring your own data and model; `tell` hears which
+    engine computes it and why.
 
     Under torchrun, call it on every rank: rank 0's configuration and folder count, and all get the same Run.
     """
@@ -71,7 +73,7 @@ def train(
         if ranks is not None and ranks.rank:
             return _assist(ranks, machine, federation, module)
         folder = RunFolder(Path(out) if out is not None else default_folder(config))
-        return _begin(config, folder, machine, federation, module, watch, ranks)
+        return _begin(config, folder, machine, federation, module, watch, tell, ranks)
 
 
 def _begin(
@@ -81,6 +83,7 @@ def _begin(
     federation: Federation | None,
     module: nn.Module | None,
     watch: Watcher | None,
+    tell: Callable[[str], None] | None,
     ranks: Ranks | None,
 ) -> Run:
     resolved = _resolved(config, federation, module)
@@ -94,9 +97,12 @@ def _begin(
     try:
         _greet(ranks, folder, resolved)
         setup = prepare(config, folder.ledger, machine, federation, module, ranks)
+        folder.record_engine(setup.choice.kind, setup.initial.device.type, setup.machine)
     except BaseException:
         folder.abandon()  # nothing was released: leave no half-made run behind
         raise
+    if tell is not None:
+        tell(setup.header)
     state = setup.protocol.server.init(setup.initial)
     if config.averaging is not None:
         state = config.averaging.init(state)
@@ -147,7 +153,7 @@ def _go_on(
 
         return run_election(config, folder, resolved, machine, federation, module, watch, new=False)
     _greet(ranks, folder, resolved)
-    setup = prepare(config, folder.ledger, machine, federation, module, ranks)
+    setup = prepare(config, folder.ledger, machine.as_recorded(folder), federation, module, ranks)
     device = setup.initial.device
     tensors = {name: tensor.to(device) for name, tensor in checkpoint.tensors.items()}
     if tensors["theta"].shape != setup.initial.shape:
@@ -156,7 +162,20 @@ def _go_on(
         )
     state = ServerState.from_tensors(tensors, checkpoint.round)
     rows = folder.truncate_rounds(checkpoint.round)
-    return _dismiss(ranks, setup, _loop(folder, setup, state, resolved, rows, watch))
+    return _dismiss(ranks, setup, _loop(folder, setup, state, resolved, rows, _with_header(setup, tell, watch)))
+
+
+def _with_header(setup: Setup, tell: Callable[[str], None], watch: Watcher | None) -> Watcher:
+    """The header with the first round: a run that may not go on says why, and nothing else."""
+    header = iter([setup.header])
+
+    def watching(row: Row) -> None:
+        for text in header:
+            tell(text)
+        if watch is not None:
+            watch(row)
+
+    return watching
 
 
 def _greet(ranks: Ranks | None, folder: RunFolder, resolved: dict[str, Any]) -> None:

@@ -21,7 +21,10 @@ from fedblur.train import resume as resume_run
 
 DataDir = Annotated[Path | None, typer.Option(help="Folder with data sets in the hub's layout.", envvar="FEDBLUR_DATA")]
 Device = Annotated[str, typer.Option(help='Where to compute: "auto", "cpu", "cuda", "cuda:1".')]
-EngineOption = Annotated[str, typer.Option(help='"auto", "vectorised" (blocks of clients) or "sequential".')]
+EngineOption = Annotated[
+    str,
+    typer.Option(help='"auto" (timed), "vectorised" (blocks of clients), "sequential".', envvar="FEDBLUR_ENGINE"),
+]
 PrecisionOption = Annotated[
     str, typer.Option("--precision", help='"auto" (bf16 on a GPU that has it), "bf16", "fp32".')
 ]
@@ -76,7 +79,7 @@ def run(
     folder = out or default_folder(resolved)
     machine = make_machine(device, engine, data_dir, precision, rank_timeout)
     with RunProgress(resolved.rounds, quiet or json_ or rank() > 0) as progress:
-        done = train(resolved, out=folder, machine=machine, watch=progress)
+        done = train(resolved, out=folder, machine=machine, watch=progress, tell=progress.note)
     _show(done, json_)
 
 

@@ -56,6 +56,11 @@ class RunProgress:
             self.tasks[stage] = self.progress.add_task(label, total=row.get("rounds", self.rounds), **fields)
         self.progress.update(self.tasks[stage], completed=row["round"], **fields)
 
+    def note(self, text: str) -> None:
+        """A line above the display."""
+        if not self.quiet:
+            self.progress.console.print(text, markup=False, highlight=False)
+
     def _remember(self, row: dict[str, Any]) -> None:
         if row["accuracy"] is not None:
             self.accuracy, self.epsilon = row["accuracy"], row["epsilon"]
