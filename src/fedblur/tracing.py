@@ -28,6 +28,7 @@ _FIRST, _LATER = 8, 128  # calls with the same shapes before these are traced: a
 _MOST = 128  # graphs that are kept
 
 Replay = Callable[..., Any]
+_untraced = Lock()  # a module as a function holds its tensors for a moment: two threads may only replay at once
 
 
 class Traced:
@@ -38,7 +39,6 @@ class Traced:
         self.first = first
         self.calls: dict[Any, int] = {}
         self.graphs: dict[Any, Replay] = {}
-        self._lock = Lock()
 
     def __call__(self, *arguments: Any) -> Any:
         leaves = list(_leaves(arguments))
@@ -47,12 +47,13 @@ class Traced:
         if graph is not None:
             return graph(*leaves)
         self.calls[key] = self.calls.get(key, 0) + 1
-        if self.calls[key] > min(_LATER, self.first << len(self.graphs)) and len(self.graphs) < _MOST:
-            with self._lock:
-                if key not in self.graphs:
-                    self.graphs[key] = _trace(self.function, arguments, leaves)
-            return self.graphs[key](*leaves)
-        return self.function(*arguments)
+        worth = self.calls[key] > min(_LATER, self.first << len(self.graphs)) and len(self.graphs) < _MOST
+        with _untraced:
+            if not worth:
+                return self.function(*arguments)
+            if key not in self.graphs:
+                self.graphs[key] = _trace(self.function, arguments, leaves)
+        return self.graphs[key](*leaves)
 
 
 def _leaves(arguments: tuple[Any, ...]) -> Iterator[Tensor]:
