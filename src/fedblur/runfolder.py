@@ -1,4 +1,4 @@
-"""A run folder: config.json, rounds.jsonl, ledger.sqlite, checkpoints/, model.safetensors, summary.json."""
+"""A run folder: config.json, rounds.jsonl, ledger.jsonl, checkpoints/, model.safetensors, summary.json."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RunFolder:
 
     @property
     def ledger(self) -> Path:
-        return self.path / "ledger.sqlite"
+        return self.path / "ledger.jsonl"
 
     @property
     def checkpoints(self) -> Path:

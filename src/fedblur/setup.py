@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedblur.accounting import PrivacyPlan, make_plan
-from fedblur.config import Config
+from fedblur.config import Config, config_hash
 from fedblur.data.federation import load_federation
 from fedblur.data.population import Federation, Samples
 from fedblur.engines import Alone, choose_engine
@@ -100,7 +100,9 @@ def prepare(
         mechanism=mechanism_for(config, plan.sampler, layout.total),
         server=config.server,
         averaging=config.averaging,
-        ledger=keeper(ledger, Budget(plan.epsilon_target, plan.delta, config.accountant, config.rounds)),
+        ledger=keeper(
+            ledger, Budget(plan.epsilon_target, plan.delta, config.accountant, config.rounds), config_hash(config)
+        ),
         forward=as_function(module, machine.half(device)),
         layout=layout,
         local=config.local,

@@ -76,6 +76,7 @@ def privacy_statement(setup: Setup, state: ServerState) -> dict[str, Any]:
         "support": "all coordinates" if protocol.mask is None else f"public mask {canonical(describe(protocol.mask))}",
         "expected_cohort": plan.expected_cohort,
         "releases": spends,
+        "ledger": setup.protocol.ledger.anchor(),
         "trust_model": config.mechanism.trust,
         "tuning": f"Settings chosen before this run are not accounted; accuracy was measured on {config.evaluate} data",
         "signal_to_noise": signal_to_noise(vector_plan(protocol), sent_coordinates(protocol)),
