@@ -78,8 +78,12 @@ def prepare(
     federation: Federation | None = None,
     module: nn.Module | None = None,
     ranks: Ranks | None = None,
+    canaries: int = 0,
 ) -> Setup:
-    """Check and build everything. `federation` and `module` replace what the configuration names."""
+    """Check and build everything. `federation` and `module` replace what the configuration names.
+
+    `canaries`: clients that an audit adds to the population; they count like any other.
+    """
     device, rng = machine.torch_device(), make_rng(config.seed)
     data = federation or load(config, machine)
     shape, classes = data.train.shape, data.train.classes
@@ -88,7 +92,7 @@ def prepare(
     check_model(module, shape, classes)
     layout, initial = Layout.of(module), initial_vector(module)
     module = module.to(device).train()
-    plan = plan_for(config, data.train.clients, layout.total)
+    plan = plan_for(config, data.train.clients + canaries, layout.total)
     if config.clipping is not None:
         config.clipping.vector_multiplier(plan.noise_multiplier, plan.expected_cohort)  # refuses before a round
     keeper = ForeignLedger if ranks is not None and ranks.rank else Ledger
