@@ -50,7 +50,8 @@ class Directions:
             self.rows(list(range(first, min(first + block, self.count)))) @ vector
             for first in range(0, self.count, block)
         ]
-        return torch.cat(parts).double() / vector.double().norm().clamp(min=1e-300)
+        cosines: Tensor = torch.cat(parts).double() / vector.double().norm().clamp(min=1e-300)
+        return cosines
 
     @cached_property
     def _all(self) -> Tensor:
@@ -62,7 +63,7 @@ class Directions:
         generator = torch.Generator(self.device)
         for row, number in zip(rows, ids, strict=True):
             torch.randn(self.dimension, generator=generator.manual_seed(root.child(number).seed()), out=row)
-        return rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+        return torch.nn.functional.normalize(rows)
 
 
 class CanaryEngine:

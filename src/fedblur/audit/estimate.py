@@ -1,7 +1,7 @@
 """From what an attacker sees to an epsilon. In: a statistic with and without the client. Out: an estimate or a bound.
 
-`gaussian_fit` is the one-shot estimate of Andrew et al. (2023): normal laws are fitted to both sides, and the epsilon is
-that of telling these two laws apart. `lower_bound` assumes nothing: with confidence 95 %, no mechanism that is
+`gaussian_fit` is the one-shot estimate of Andrew et al. (2023): normal laws are fitted to both sides, and the epsilon
+is that of telling these two laws apart. `lower_bound` assumes nothing: with confidence 95 %, no mechanism that is
 (epsilon, delta)-private for a smaller epsilon gives such counts (Clopper and Pearson).
 """
 
@@ -63,7 +63,7 @@ def _mass(ends: Values, mean: Values, std: Values, inside: NDArray[np.bool_]) ->
         gap = log_ndtr(low) - log_ndtr(high)
         between = log_ndtr(high) + np.log1p(-np.exp(np.minimum(gap, -1e-300)))
     outside = np.logaddexp(log_ndtr(low), log_ndtr(-high))
-    return np.where(inside, np.nan_to_num(between, nan=-np.inf), outside)
+    return np.asarray(np.where(inside, np.nan_to_num(between, nan=-np.inf), outside))
 
 
 @dataclass(frozen=True)
@@ -108,12 +108,12 @@ def lower_bound(present: Values, absent: Values, delta: float, confidence: float
     best, rule = 0.0, None
     for column in range(present.shape[1]):
         pooled = np.concatenate([present[:first, column], absent[:first, column]])
-        cuts = np.unique(np.quantile(pooled, np.linspace(0.0, 1.0, 401)))
+        cuts = np.unique(np.quantile(pooled, np.linspace(0.0, 1.0, 101)))
         cuts = np.unique(np.concatenate([cuts, (cuts[1:] + cuts[:-1]) / 2]))
         for sign in (1.0, -1.0):
             ours, theirs = (_above(sign * side[:first, column], sign * cuts) for side in (present, absent))
             for swapped, (hits, misses) in enumerate(((ours, theirs), (theirs, ours))):
-                bounds = _bound(hits, misses, first, delta, 1 - (1 - confidence) / 1000)
+                bounds = _bound(hits, misses, first, delta, 1 - (1 - confidence) / 50)
                 place = int(np.argmax(bounds))
                 if bounds[place] > best:
                     best, rule = float(bounds[place]), (column, sign, float(cuts[place]), bool(swapped))
