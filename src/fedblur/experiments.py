@@ -24,7 +24,7 @@ from fedblur.runfolder import RunFolder
 from fedblur.setup import Machine
 from fedblur.train import Watcher, resume, train
 
-_SECTIONS = {"title", "note", "base", "axes", "rows", "expected"}
+_SECTIONS = {"title", "note", "tuning", "base", "axes", "rows", "expected"}
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class Spec:
     note: str
     cells: tuple[Cell, ...]
     expected: dict[str, float]
+    tuning: str = ""  # how the settings were chosen: for the privacy statements
 
 
 def read_spec(path: Path) -> Spec:
@@ -76,7 +77,7 @@ def read_spec(path: Path) -> Spec:
         raise ConfigError(
             f"{path}: expected {stray!r} is no row of the table: {nearest(stray, (c.group for c in cells))}"
         )
-    return Spec(table.get("title", path.stem), table.get("note", ""), cells, expected)
+    return Spec(table.get("title", path.stem), table.get("note", ""), cells, expected, table.get("tuning", ""))
 
 
 def _expand(base: Mapping[str, Any], axes: Mapping[str, list[Any]], row: Mapping[str, Any]) -> Iterator[Cell]:

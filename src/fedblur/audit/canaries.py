@@ -23,7 +23,7 @@ from fedblur.engines import Engine
 from fedblur.rng import Rng, Seeded
 
 LOUDNESS = 10.0  # norm of a canary's update in units of S: a clip that lets anything through is seen
-_KEPT = 2**28  # directions of up to so many numbers are kept (1 GiB), others are made anew
+_KEPT = 2**28  # directions of up to so many numbers are kept (1 GiB; on a GPU a quarter of what is free)
 _AT_ONCE = 2**25  # numbers in flight
 
 
@@ -38,7 +38,7 @@ class Directions:
 
     def rows(self, ids: list[int]) -> Tensor:
         """[ids, d]."""
-        if self.count * self.dimension <= _KEPT:
+        if self._kept:
             return self._all[torch.tensor(ids, dtype=torch.int64, device=self.device)]
         return self._made(ids)
 
@@ -52,6 +52,11 @@ class Directions:
         ]
         cosines: Tensor = torch.cat(parts).double() / vector.double().norm().clamp(min=1e-300)
         return cosines
+
+    @cached_property
+    def _kept(self) -> bool:
+        room = torch.cuda.mem_get_info(self.device)[0] // 16 if self.device.type == "cuda" else _KEPT
+        return self.count * self.dimension <= room
 
     @cached_property
     def _all(self) -> Tensor:

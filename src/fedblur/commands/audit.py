@@ -34,7 +34,9 @@ def audit_(
     out: Annotated[Path | None, typer.Option(help="Where results go (default: audits/NAME, or RUN/audit).")] = None,
     canaries: Annotated[int, typer.Option(help="m: clients that are added to the population and counted in N.")] = 1000,
     held_out: Annotated[int, typer.Option(help="Directions that nobody sends: the null.")] = 1000,
-    control: Annotated[bool, typer.Option(help="Also run each without its noise: the audit must shout.")] = False,
+    control: Annotated[
+        bool, typer.Option(help="Also one run of each row without its noise: it must be found.")
+    ] = False,
     worst_case: Annotated[bool, typer.Option(help="One release many times on a tiny model instead.")] = False,
     repetitions: Annotated[int, typer.Option(help="With --worst-case: releases with and without the client.")] = 10_000,
     data_dir: DataDir = None,
@@ -56,10 +58,11 @@ def audit_(
         return
     folder = out or _default_folder(what)
     machine = make_machine(device, engine, data_dir, precision)
-    results = []
-    for name, config in configs:
-        for removed in (False, True) if control else (False,):
-            results.append(_one(name, config, folder, (canaries, held_out, removed), machine, quiet or json_))
+    jobs = [(name, config, False) for name, config in configs] + (_controls(configs) if control else [])
+    results = [
+        _one(name, config, folder, (canaries, held_out, removed), machine, quiet or json_)
+        for name, config, removed in jobs
+    ]
     if json_:
         typer.echo(json.dumps(results, indent=2))
     else:
@@ -83,6 +86,12 @@ def _configs(what: Path | None) -> list[Named]:
     if {"base", "rows"} & read_toml(what).keys():
         return [(f"{cell.group}, seed {cell.config.seed}", cell.config) for cell in read_spec(what).cells]
     return [(what.stem, from_dict(read_toml(what)))]
+
+
+def _controls(configs: list[Named]) -> list[tuple[str, Config, bool]]:
+    """The first run of each row of a table, without its noise."""
+    first = {name.split(" | ")[0]: (name, config, True) for name, config in reversed(configs)}
+    return list(first.values())[::-1]
 
 
 def _default_folder(what: Path | None) -> Path:

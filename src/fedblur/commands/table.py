@@ -10,12 +10,22 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from fedblur.commands.run import DataDir, Device, EngineOption, Json, PrecisionOption, Quiet, make_machine
+from fedblur.commands.run import (
+    DataDir,
+    Device,
+    EngineOption,
+    Json,
+    PrecisionOption,
+    Quiet,
+    make_machine,
+    privacy_line,
+)
 from fedblur.config import canonical
 from fedblur.experiments import Cell, aggregate, read_spec, run_table
 from fedblur.report.progress import RunProgress
 from fedblur.report.table import render
 from fedblur.summary import SEEDED
+from fedblur.verification import compose, read_books
 
 SEEDS = " (seeds make a table reproducible; leave the seed out to protect people)."
 
@@ -49,6 +59,22 @@ def table(
     for sentence in _footer(results, spec.note):
         output.print(sentence)
     output.print(f"Results: {folder / 'results'}")
+    for line in _privacy([folder / "cells" / cell.key for cell in spec.cells], spec.tuning):
+        output.print(line, soft_wrap=True, highlight=False)
+
+
+def _privacy(runs: list[Path], tuning: str) -> list[str]:
+    """A statement for each run that is here; the last one's claim, and what all of them cost together."""
+    here = [run for run in runs if (run / "summary.json").exists()]
+    if not here:
+        return []
+    lines = [privacy_line(run, tuning) for run in here]
+    if len(here) == 1:
+        return lines
+    delta, total = compose([read_books(run) for run in here])
+    known = [f"{name.upper()} {value:.3g}" for name, value in total.items() if value is not None]
+    together = f"All {len(here)} runs on these clients together: ε = {', '.join(known)} at δ = {delta:.3g}."
+    return [lines[-1], f"{together if known else ''} One statement in each folder of {here[0].parent}.".strip()]
 
 
 class TableProgress:
