@@ -170,7 +170,8 @@ def _introduction(statement: Statement) -> str:
     return (
         f"A model ({config['model']['name']}, {summary['parameters']:,} parameters) was trained by federated learning "
         f"({methods}) on the data of {summary['clients']:,} clients, with "
-        f"{_count(len(statement.books.spends), 'release')} of noisy sums. Its accuracy is {100 * summary['accuracy']:.1f} % on {summary['evaluated_on']} data. "
+        f"{_count(len(statement.books.spends), 'release')} of noisy sums. Its accuracy is "
+        f"{100 * summary['accuracy']:.1f} % on {summary['evaluated_on']} data. "
     )
 
 
