@@ -10,7 +10,6 @@ from scipy.stats import norm
 
 from fedblur.accountants import gaussian_epsilon
 from fedblur.audit.estimate import epsilon_between, gaussian_fit, lower_bound
-from fedblur.audit.one_shot import as_normal
 
 
 @pytest.mark.parametrize("mean", [0.05, 0.3, 1.0, 3.0, 10.0])
@@ -66,12 +65,3 @@ def test_lower_bound__of_what_cannot_be_told_apart_is_about_0_whatever_is_tried(
     dice = np.random.default_rng(1)
     bounds = [lower_bound(dice.normal(size=(1000, 6)), dice.normal(size=(1000, 6)), 0.01) for _ in range(40)]
     assert sum(bound > 0 for bound in bounds) <= 4
-
-
-def test_as_normal__the_largest_of_t_normals_becomes_a_normal() -> None:
-    most = np.random.default_rng(0).normal(size=(20_000, 50)).max(1)
-    scores = as_normal(most, 50)
-    assert abs(scores.mean()) < 0.03
-    assert scores.std() == pytest.approx(1, abs=0.03)
-    assert np.all(np.isfinite(as_normal(np.array([-3.0, 0.0, 20.0, 60.0]), 50)))
-    assert np.all(np.diff(as_normal(np.linspace(-3, 30, 500), 50)) > 0)

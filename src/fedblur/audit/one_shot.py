@@ -4,8 +4,8 @@ m canaries join the population (`canaries.py`), and more directions are held out
 are real ones (`run_round`): the same sampling, bounding, mechanism, ledger and server. Two adversaries look on:
 
     final model    g_j = cos(w^T − w^0, u_j); for a held-out u_j it is N(0, 1/d), whatever the model
-    all iterates   g_j = the largest cos(G_t, u_j) over all rounds, G_t being what round t released; on a scale on which
-                   the largest of T independent N(0, 1/d) is N(0, 1). The held-out directions give its null.
+    all iterates   g_j = the largest cos(G_t, u_j) over all rounds, G_t being what round t released; the held-out
+                   directions give its null
 
 An epsilon above the accountant's is a bug. One below it proves nothing: a better attack may exist.
 """
@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.special import log_ndtr, ndtri_exp
 from torch import Tensor
 
 from fedblur.accounting import adjacency
@@ -170,17 +169,11 @@ def _train(
 
 def _attacks(cosines: tuple[Values, Values], canaries: int, dimension: int, protocol: Protocol) -> tuple[Attack, ...]:
     delta, null_std = protocol.plan.delta, dimension**-0.5
-    final, most = cosines[0], as_normal(cosines[1] / null_std, protocol.plan.rounds)
+    final, most = cosines
     return (
         _attack("final model", final[:canaries], final[canaries:], null_std, delta),
         _attack("all iterates", most[:canaries], most[canaries:], None, delta),
     )
-
-
-def as_normal(most: Values, count: int) -> Values:
-    """The maximum of `count` standard normals, as a standard normal: Φ⁻¹(Φ(x)^count). Monotone, so it hides nothing."""
-    above = np.log(np.maximum(-np.expm1(count * log_ndtr(most)), 1e-300))
-    return np.asarray(np.where(above < -0.5, -ndtri_exp(above), ndtri_exp(count * log_ndtr(most))))
 
 
 def _attack(name: str, seen: Values, unseen: Values, null_std: float | None, delta: float) -> Attack:

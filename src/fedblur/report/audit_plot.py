@@ -40,7 +40,6 @@ def _panel(axes: Axes, attack: Attack) -> None:
     fit = norm.pdf(grid, attack.seen.mean(), attack.seen.std(ddof=1))
     axes.plot(grid, fit, color=SEEN, linewidth=1, linestyle="--", label="canaries, fitted")
     found = attack.estimate
-    scale_name = "cosine with the canary's direction" if known else "largest cosine, in standard normals of the null"
-    axes.set(xlabel=scale_name, ylabel="density")
+    axes.set(xlabel=f"{'' if known else 'largest '}cosine with the canary's direction", ylabel="density")
     axes.set_title(f"{attack.name}: ε = {found.epsilon:.2f} [{found.low:.2f}, {found.high:.2f}]", fontsize=10)
     axes.legend(fontsize=8)

@@ -228,7 +228,7 @@ def _mechanism(statement: Statement) -> str:
 
 
 def _bounding(privacy: dict[str, Any]) -> str:
-    return str(privacy["clipping"]).replace("clip_norm", f"S = {privacy['clip_norm']:g}", 1)
+    return str(privacy["clipping"]).replace("clip_norm", f"S = {float(privacy['clip_norm']):g}", 1)
 
 
 def _tuning(statement: Statement) -> Section:
