@@ -49,7 +49,7 @@ def peak(clients: int, steps: int, batch: int) -> tuple[float, float, str]:
         seed=0,
     )
     with tempfile.TemporaryDirectory() as folder:
-        setup = prepare(config, Path(folder) / "ledger.sqlite", Machine(device="cpu"), data)
+        setup = prepare(config, Path(folder) / "ledger.jsonl", Machine(device="cpu"), data)
         began = time.perf_counter()
         run_round(setup.protocol, setup.protocol.server.init(setup.initial), setup.rng.child("round", 1))
         seconds = time.perf_counter() - began

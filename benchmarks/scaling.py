@@ -58,7 +58,7 @@ def round_seconds(population: int, cohort: int, steps: int, rounds: int) -> Poin
         seed=0,
     )
     with tempfile.TemporaryDirectory() as folder:
-        setup = prepare(config, Path(folder) / "ledger.sqlite", Machine(device="cpu", engine="vectorised"))
+        setup = prepare(config, Path(folder) / "ledger.jsonl", Machine(device="cpu", engine="vectorised"))
         protocol, clock, cpu = setup.protocol, [], []
         state = protocol.server.init(setup.initial)
         with suitable_threads(setup.initial.device, protocol.layout.total):

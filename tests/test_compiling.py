@@ -113,8 +113,8 @@ def test_compiled__methods_that_leave_steps_alone_share_them() -> None:
 
 
 def test_compiled__runs_of_one_named_model_share_a_function_whatever_their_seeds(tmp_path: Path) -> None:
-    first, second = (prepare(Config(model="mlp", seed=seed), tmp_path / f"{seed}.sqlite", Machine()) for seed in (0, 1))
+    first, second = (prepare(Config(model="mlp", seed=seed), tmp_path / f"{seed}.jsonl", Machine()) for seed in (0, 1))
     assert first.protocol.forward is second.protocol.forward
     assert not torch.equal(first.initial, second.initial)
-    own = prepare(Config(model="mlp", seed=0), tmp_path / "own.sqlite", Machine(), module=first.module)
+    own = prepare(Config(model="mlp", seed=0), tmp_path / "own.jsonl", Machine(), module=first.module)
     assert own.protocol.forward is not first.protocol.forward

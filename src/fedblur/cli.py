@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from fedblur.commands import data, plan, run, table
+from fedblur.commands import audit, data, ledger, plan, run, statement, table
 from fedblur.engines.distributed import rank
 from fedblur.errors import FedBlurError
 from fedblur.version import version
@@ -50,7 +50,10 @@ app.command("run")(run.run)
 app.command("resume")(run.resume)
 app.command("plan")(plan.plan)
 app.command("table")(table.table)
+app.command("audit")(audit.audit_)
+app.command("statement")(statement.statement)
 app.add_typer(data.app, name="data")
+app.add_typer(ledger.app, name="ledger")
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,4 +1,4 @@
-"""A run folder: config, engine and summary (.json), rounds.jsonl, ledger.sqlite, checkpoints/, model.safetensors."""
+"""A run folder: config, engine and summary (.json), rounds.jsonl, ledger.jsonl, checkpoints/, model.safetensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RunFolder:
 
     @property
     def ledger(self) -> Path:
-        return self.path / "ledger.sqlite"
+        return self.path / "ledger.jsonl"
 
     @property
     def checkpoints(self) -> Path:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedblur.accounting import PrivacyPlan, make_plan
 from fedblur.bounding import Message
 from fedblur.client import ClientJob
-from fedblur.config import Config
+from fedblur.config import Config, config_hash
 from fedblur.data.federation import load_federation
 from fedblur.data.population import Federation, Samples
 from fedblur.engines import Alone, Choice, choose_engine
@@ -97,8 +97,12 @@ def prepare(
     federation: Federation | None = None,
     module: nn.Module | None = None,
     ranks: Ranks | None = None,
+    canaries: int = 0,
 ) -> Setup:
-    """Check and build everything. `federation` and `module` replace what the configuration names."""
+    """Check and build everything. `federation` and `module` replace what the configuration names.
+
+    `canaries`: clients that an audit adds to the population; they count like any other.
+    """
     device, rng = machine.torch_device(), make_rng(config.seed)
     data = federation or load(config, machine)
     shape, classes, named = data.train.shape, data.train.classes, module is None
@@ -107,7 +111,7 @@ def prepare(
     check_model(module, shape, classes)
     layout, initial = Layout.of(module), initial_vector(module)
     module, half = module.to(device).train(), machine.half(device)
-    plan = plan_for(config, data.train.clients, layout.total)
+    plan = plan_for(config, data.train.clients + canaries, layout.total)
     if config.clipping is not None:
         config.clipping.vector_multiplier(plan.noise_multiplier, plan.expected_cohort)  # refuses before a round
     forward = as_function(module, half)
@@ -127,7 +131,9 @@ def prepare(
         mechanism=mechanism_for(config, plan.sampler, layout.total),
         server=config.server,
         averaging=config.averaging,
-        ledger=keeper(ledger, Budget(plan.epsilon_target, plan.delta, config.accountant, config.rounds)),
+        ledger=keeper(
+            ledger, Budget(plan.epsilon_target, plan.delta, config.accountant, config.rounds), config_hash(config)
+        ),
         forward=forward,
         layout=layout,
         local=config.local,

@@ -24,6 +24,7 @@ from fedblur.engines.distributed import Ranks, demand_one_process, together
 from fedblur.errors import DivergedError, LostRankError, PrivacyError, RunError
 from fedblur.evaluation import evaluate
 from fedblur.functional import initial_vector, load_vector
+from fedblur.ledger import demand_anchor
 from fedblur.round import client_job, run_round, sum_clients
 from fedblur.runfolder import RunFolder
 from fedblur.server import ServerState, published
@@ -106,7 +107,7 @@ def _begin(
     state = setup.protocol.server.init(setup.initial)
     if config.averaging is not None:
         state = config.averaging.init(state)
-    _save(folder, state, resolved)
+    _save(folder, setup, state, resolved)
     return _dismiss(ranks, setup, _loop(folder, setup, state, resolved, [], watch))
 
 
@@ -145,6 +146,7 @@ def _go_on(
             f"the configuration of {path} was changed ({'; '.join(changed)}); put it back or start a new run"
         )
     config = _config_of(resolved, federation, module)
+    demand_anchor(folder.ledger, checkpoint.state.get("ledger"), f"the checkpoint of round {checkpoint.round}")
     for note in notes:
         tell(note)
     if config.voting is not None:
@@ -239,14 +241,14 @@ def _loop(
                 rows.append(_row(setup, state, result.local_only, began))
                 folder.append_round(rows[-1])
                 if state.round % config.checkpoint_every == 0 or state.round == config.rounds:
-                    _save(folder, state, resolved)
+                    _save(folder, setup, state, resolved)
                     saved = state.round
                 if watch is not None:
                     watch(rows[-1])
                 _demand_finite(rows[-1], config)
     except (PrivacyError, DivergedError, LostRankError, KeyboardInterrupt):  # keep what has been paid for
         if state.round > saved:
-            _save(folder, state, resolved)
+            _save(folder, setup, state, resolved)
         _finish(folder, setup, state, rows)
         raise
     return _finish(folder, setup, state, rows)
@@ -290,8 +292,9 @@ def _finish(folder: RunFolder, setup: Setup, state: ServerState, rows: list[Row]
     return Run(folder.path, summary, setup.module.eval(), rows)
 
 
-def _save(folder: RunFolder, state: ServerState, resolved: dict[str, Any]) -> None:
-    save_checkpoint(folder.checkpoints, Checkpoint(state.round, state.tensors(), {"config": resolved}))
+def _save(folder: RunFolder, setup: Setup, state: ServerState, resolved: dict[str, Any]) -> None:
+    about = {"config": resolved, "ledger": setup.protocol.ledger.anchor()}
+    save_checkpoint(folder.checkpoints, Checkpoint(state.round, state.tensors(), about))
 
 
 def _resolved(config: Config, federation: Federation | None, module: nn.Module | None) -> dict[str, Any]:

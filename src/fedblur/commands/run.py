@@ -14,6 +14,7 @@ from fedblur.engines.distributed import rank
 from fedblur.engines.local import EngineName
 from fedblur.errors import ConfigError
 from fedblur.report.progress import RunProgress
+from fedblur.report.statement import write_statement
 from fedblur.report.text import print_summary
 from fedblur.setup import Machine, Precision
 from fedblur.train import Run, default_folder, train
@@ -131,3 +132,10 @@ def _show(done: Run, as_json: bool) -> None:
         typer.echo(json.dumps(json.loads(canonical({"run": str(done.path), **done.summary})), indent=2))
     else:
         print_summary(done, Console())
+        Console(soft_wrap=True).print(privacy_line(done.path), highlight=False)
+
+
+def privacy_line(run: Path, tuning: str = "") -> str:
+    """Write a run's privacy statement; the claim in one line, and where the statement is."""
+    made, path = write_statement(run, tuning=tuning)
+    return f"Privacy: {made.one_line()}. Statement: {path} (.html, .json)"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -67,3 +69,11 @@ class RunProgress:
         share = row["local_only"]["clipped_share"]
         if share is not None:
             self.clipped = share
+
+
+@contextmanager
+def bar(label: str, total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A plain bar; call what it gives with how much is done."""
+    with Progress(console=Console(stderr=True), disable=quiet) as progress:
+        task = progress.add_task(label, total=total)
+        yield lambda done: progress.update(task, completed=done)
