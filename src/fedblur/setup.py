@@ -10,21 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from fedblur.accounting import PrivacyPlan, make_plan
+from fedblur.binding import mechanism_for
 from fedblur.config import Config
 from fedblur.data.federation import load_federation
 from fedblur.data.population import Federation, Samples
-from fedblur.engines import Alone, choose_engine
-from fedblur.engines.distributed import Ranks, own_device
+from fedblur.engines import Alone, Processes, choose_engine
+from fedblur.engines.distributed import own_device
 from fedblur.engines.local import EngineName
 from fedblur.errors import ConfigError
 from fedblur.functional import Layout, as_function, check_model, initial_vector
 from fedblur.ledger import Budget, ForeignLedger, Ledger
-from fedblur.mechanisms import Mechanism
-from fedblur.mechanisms.base import Conditions
 from fedblur.models import make_model
 from fedblur.rng import Rng, make_rng
 from fedblur.round import Protocol
-from fedblur.sampling import Sampler
 
 Precision = Literal["auto", "bf16", "fp32"]
 
@@ -77,9 +75,10 @@ def prepare(
     machine: Machine,
     federation: Federation | None = None,
     module: nn.Module | None = None,
-    ranks: Ranks | None = None,
+    processes: Processes | None = None,
 ) -> Setup:
     """Check and build everything. `federation` and `module` replace what the configuration names."""
+    processes = processes or Alone()
     device, rng = machine.torch_device(), make_rng(config.seed)
     data = federation or load(config, machine)
     shape, classes = data.train.shape, data.train.classes
@@ -91,12 +90,11 @@ def prepare(
     plan = plan_for(config, data.train.clients, layout.total)
     if config.clipping is not None:
         config.clipping.vector_multiplier(plan.noise_multiplier, plan.expected_cohort)  # refuses before a round
-    keeper = ForeignLedger if ranks is not None and ranks.rank else Ledger
+    keeper = ForeignLedger if processes.rank else Ledger
     protocol = Protocol(
         plan=plan,
-        engine=choose_engine(
-            data.train, module, layout.total, device, machine.engine, config.rounds * config.local.steps
-        ),
+        engine=processes.engine
+        or choose_engine(data.train, module, layout.total, device, machine.engine, config.rounds * config.local.steps),
         mechanism=mechanism_for(config, plan.sampler, layout.total),
         server=config.server,
         averaging=config.averaging,
@@ -109,12 +107,10 @@ def prepare(
         bounding=config.bounding,
         clipping=config.clipping,
         mask=config.mask,
-        processes=ranks or Alone(),
+        processes=processes,
     )
-    words = f"{protocol.engine}, {'bf16' if machine.half(device) else 'fp32'}"
-    if ranks is not None:
-        ranks.ready(data.train, layout.total)
-        words += f", {ranks}"
+    processes.ready(data.train, layout.total)
+    words = processes.describe(f"{protocol.engine}, {'bf16' if machine.half(device) else 'fp32'}")
     return Setup(config, data, module, initial.to(device), protocol, rng, held_out(config, data), words)
 
 
@@ -142,15 +138,6 @@ def plan_for(config: Config, clients: int, parameters: int) -> PrivacyPlan:
         epsilon=config.epsilon,
         noise_multiplier=config.noise_multiplier,
     )
-
-
-def mechanism_for(config: Config, sampler: Sampler, parameters: int) -> Mechanism:
-    """The configuration's mechanism for messages of the width that this run's clients send."""
-    width = parameters if config.mask is None else config.mask.kept(parameters)
-    width += config.clipping is not None  # the bit of adaptive clipping
-    conditions = Conditions(width, config.clip_norm, sampler.expected_cohort, sampler.clients)
-    mechanism: Mechanism = config.mechanism.bind(conditions)
-    return mechanism
 
 
 def held_out(config: Config, data: Federation) -> Samples:

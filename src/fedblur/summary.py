@@ -79,6 +79,7 @@ def privacy_statement(setup: Setup, state: ServerState) -> dict[str, Any]:
         "trust_model": config.mechanism.trust,
         "tuning": f"Settings chosen before this run are not accounted; accuracy was measured on {config.evaluate} data",
         "signal_to_noise": signal_to_noise(vector_plan(protocol), sent_coordinates(protocol)),
+        **protocol.processes.statement(plan),
     }
 
 
