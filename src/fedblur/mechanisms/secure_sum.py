@@ -39,7 +39,9 @@ class DiscreteMechanism(ABC):
     beta: float = math.exp(-0.5)  # β: at most this share of roundings is drawn again
     mode: Literal["fast", "exact"] = "fast"  # one draw of noise on the sum, or one per client
     bound: Literal["tight", "general"] = "tight"  # of sampling (`renyi_discrete.py`)
-    min_cohort: int | None = None  # shares are sized for so many clients, fewer abort the round; None: for those who came
+    min_cohort: int | None = (
+        None  # shares are sized for so many clients, fewer abort the round; None: for those who came
+    )
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 24:
@@ -59,7 +61,11 @@ class DiscreteMechanism(ABC):
         """Who must be trusted for the guarantee to hold."""
         if self.mode == "fast":
             return f"an ideal secure sum modulo 2^{self.bits} that adds the noise itself, in one draw (simulated)"
-        least = "the cohort that takes part" if self.min_cohort is None else f"{self.min_cohort} clients, the fewest accepted"
+        least = (
+            "the cohort that takes part"
+            if self.min_cohort is None
+            else f"{self.min_cohort} clients, the fewest accepted"
+        )
         shares = f"each with its share of the noise, sized for {least}"
         return f"an ideal secure sum modulo 2^{self.bits} of clients' messages, {shares} (simulated)"
 
@@ -149,7 +155,9 @@ class SecureSum:
         """The sum modulo 2^b, [d'] int64."""
         grid, least = self._grid_of(release), self.part.min_cohort
         if least is not None and release.cohort < least:
-            raise RoundAborted(f"{release.cohort} clients of the {least} that noise shares are sized for; round aborted")
+            raise RoundAborted(
+                f"{release.cohort} clients of the {least} that noise shares are sized for; round aborted"
+            )
         total = torch.zeros(self.rotation.padded, dtype=torch.int64, device=release.device)
         sent = 0
         for block in blocks:

@@ -67,7 +67,7 @@ class Member:
 
     @classmethod
     def load(cls, values: Mapping[str, Any]) -> Member:
-        return cls(**{key: list(value) if isinstance(value, list) else value for key, value in values.items()})
+        return cls(**dict(values))
 
     def save(self) -> dict[str, Any]:
         return asdict(self)

@@ -14,8 +14,10 @@ from itertools import combinations, islice
 from typing import Any
 
 import numpy as np
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ec import SECP384R1
 from flwr.common.secure_aggregation.crypto.shamir import combine_shares
-from flwr.supercore.primitives.asymmetric import bytes_to_private_key, public_key_to_bytes
+from flwr.supercore.primitives.asymmetric import bytes_to_private_key, bytes_to_public_key, public_key_to_bytes
 
 from fedblur.engines.flower import masking
 from fedblur.engines.flower.masking import Residues
@@ -61,6 +63,7 @@ class SecureRound:
     def _deal(self, sampled: list[int]) -> dict[int, dict[int, bytes]]:
         """U1 and U2: keys, then each dealer's sealed shares by the member that they are for."""
         keys = self.ask("keys", {number: {} for number in sampled})
+        keys = {number: answer for number, answer in keys.items() if all(map(_is_key, answer.values()))}
         self._demand(keys, "keys")
         self.members = members = sorted(keys)
         self.publics = {number: keys[number]["mask"] for number in members}
@@ -127,6 +130,14 @@ class SecureRound:
         least = max(least, self.min_cohort if stage != "unmask" else 1)
         if len(answers) < least:
             raise RoundAborted(f"{len(answers)} nodes of the {least} that are needed answered ({stage}); round aborted")
+
+
+def _is_key(data: bytes) -> bool:
+    """A hostile key would make honest members refuse."""
+    try:
+        return isinstance(bytes_to_public_key(data).curve, SECP384R1)
+    except (ValueError, TypeError, AttributeError, UnsupportedAlgorithm):
+        return False
 
 
 def _shares(answers: Answers, name: str, place: int, count: int) -> list[bytes]:
