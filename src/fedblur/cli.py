@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from fedblur.commands import data, plan, run, table
+from fedblur.commands import data, deploy, plan, run, table
 from fedblur.engines.distributed import rank
 from fedblur.errors import FedBlurError
 from fedblur.version import version
@@ -51,6 +51,7 @@ app.command("resume")(run.resume)
 app.command("plan")(plan.plan)
 app.command("table")(table.table)
 app.add_typer(data.app, name="data")
+app.add_typer(deploy.app, name="deploy")
 
 
 def _print_version(wanted: bool) -> None:
