@@ -130,3 +130,7 @@ def kind_of(message: Message) -> str:
 
 def federated(task: Deployment, grid: Grid, folder: Path, trust: str, deadline: float = 5.0) -> Run:
     return serve(task, grid, Settings(trust=trust, deadline=deadline, start_timeout=5.0, out=str(folder)))
+
+
+def weights(run: Run) -> torch.Tensor:
+    return torch.cat([tensor.detach().flatten() for tensor in run.module.parameters()])
