@@ -29,7 +29,9 @@ def init(
     TLS and keys for nodes are on. docs/deploy.md leads from here to a federation of three machines.
     """
     if insecure and not is_loopback(host):
-        raise ConfigError(f"--insecure is for this machine only, and host={host!r} is another one; leave --insecure out")
+        raise ConfigError(
+            f"--insecure is for this machine only, and host={host!r} is another one; leave --insecure out"
+        )
     for name, number in (("port", port), ("inner-port", inner_port)):
         if not 0 < number < 65536:
             raise ConfigError(f"--{name}={number} must be between 1 and 65535")

@@ -170,7 +170,9 @@ def test_resume__refuses_other_settings(tmp_path: Path) -> None:
     task = deployment(tmp_path, 3, rounds=2)
     federated(task, LoopGrid(task, 3, "central"), tmp_path / "run", "central")
     with pytest.raises(RunError, match="another configuration .*clip_norm: 0.5 -> 0.7"):
-        federated(deployment(tmp_path, 3, rounds=2, clip_norm=0.7), LoopGrid(task, 3, "central"), tmp_path / "run", "central")
+        federated(
+            deployment(tmp_path, 3, rounds=2, clip_norm=0.7), LoopGrid(task, 3, "central"), tmp_path / "run", "central"
+        )
 
 
 def test_run_folder__holds_no_key(tmp_path: Path) -> None:
@@ -209,4 +211,3 @@ def test_server__refuses_what_a_federation_cannot_do(tmp_path: Path, changes: di
     task = deployment(tmp_path, 3, **changes)
     with pytest.raises(ConfigError, match=message):
         federated(task, LoopGrid(task, 3, "central"), tmp_path / "run", "central")
-

@@ -38,7 +38,9 @@ def floats(*values: float) -> bytes:
 
 
 GOOD = floats(0.1, -0.2, 0.0, 0.3, 0.0, 0.1)
-scalars = st.one_of(st.integers(-(2**40), 2**40), st.floats(), st.text(max_size=5), st.binary(max_size=40), st.booleans())
+scalars = st.one_of(
+    st.integers(-(2**40), 2**40), st.floats(), st.text(max_size=5), st.binary(max_size=40), st.booleans()
+)
 heads = st.dictionaries(
     st.sampled_from(["round", "nonce", "loss", "refused", "mask", "seeds", "x"]),
     st.one_of(scalars, st.lists(st.integers(0, 9), max_size=4), st.lists(st.binary(max_size=9), max_size=4)),
@@ -262,6 +264,7 @@ def test_replies__hold_the_update_and_nothing_else(tmp_path: Path) -> None:
 
 def test_replies__an_exceptions_text_stays_on_the_node(tmp_path: Path) -> None:
     """Flower itself would send the text of an exception to the server."""
+
     def broken(node: Any) -> Any:
         raise ValueError("patient 4711 has a bad record")
 

@@ -22,8 +22,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.harness.machines import Machines, wait_for
 from fedblur.engines.flower.settings import Deployment
-from tests.engines.flower.machines import Machines, wait_for
 from tests.engines.flower.world import SECURE, deployment, digits, simulated, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
@@ -184,7 +184,7 @@ def wait_until_asked(federation: Federation, i: int, round_: int, kind: str, bef
 def test_kills__nodes_and_server_in_the_middle_of_rounds(federation: Federation) -> None:
     """Round 1 loses one node of four and goes on, round 2 loses two and is aborted, in round 3 the server dies."""
     federation.task(rounds=4, mechanism=SECURE, seed=None)
-    deadline = 10 + 2 * max(federation.seconds("secure"))  # of a question; a round of four took this long
+    deadline = 5 + 0.8 * max(federation.seconds("secure"))  # of one question; a round has four
     marks = [len(federation.log(f"node-{i}")) for i in range(NODES)]
     process = federation.begin_run("killed", "secure-sum", deadline)
 

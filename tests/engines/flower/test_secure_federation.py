@@ -57,7 +57,7 @@ def test_secure_sum__is_the_simulators_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_server_view__holds_no_unmasked_update(tmp_path: Path) -> None:
-    """All that the server receives, in a round with a dropout: vectors that are uniform, and too few shares to open one."""
+    """All that the server receives, in a round with a dropout: uniform vectors, and too few shares to open one."""
     truth: dict[int, np.ndarray] = {}
     run, grid = run_with(tmp_path, Losing(masked1=(103,)), rounds=1, model={"name": "mlp"})
     vectors = [reply for reply in grid.received if "masked" in reply.content.array_records[wire.ARRAYS]]
@@ -71,9 +71,25 @@ def test_server_view__holds_no_unmasked_update(tmp_path: Path) -> None:
     assert np.abs(pairs - np.eye(3)).max() < 5 / math.sqrt(len(vector))
     kinds = [set(reply.content.config_records[wire.HEAD]) for reply in grid.received]
     assert set().union(*kinds) == {"round", "nonce", "mask", "seal", "sealed", "commitment", "seeds", "keys"}
-    unmasking = [r.content.config_records[wire.HEAD] for r in grid.received if "seeds" in r.content.config_records[wire.HEAD]]
+    unmasking = [
+        r.content.config_records[wire.HEAD] for r in grid.received if "seeds" in r.content.config_records[wire.HEAD]
+    ]
     assert [(len(said["seeds"]), len(said["keys"])) for said in unmasking] == [(3, 1)] * 3  # either, never both
     assert "aborted" not in run.rounds[0]["local_only"]
+
+
+def test_secure_sum__a_private_run_is_as_accurate_as_the_simulators_seeds(tmp_path: Path) -> None:
+    changes = {"rounds": 12, "noise_multiplier": 0.3, "eval_every": 12, "mechanism": SECURE}
+    spread = []
+    for seed in range(5):
+        (tmp_path / f"s{seed}").mkdir()
+        spread.append(
+            simulated(deployment(tmp_path / f"s{seed}", 4, seed=seed, **changes), tmp_path / f"p{seed}").accuracy
+        )
+    run, _ = run_with(tmp_path, seed=None, **changes)
+    assert run.summary["privacy"]["warning"] is None
+    assert abs(run.accuracy - np.mean(spread)) < 4 * np.std(spread, ddof=1) + 0.01
+    assert run.accuracy > 0.4
 
 
 # --- dropouts ---
@@ -222,7 +238,11 @@ def test_trust__central_refuses_shares_of_clients(tmp_path: Path) -> None:
 
 def test_trust__a_private_run_shuffles_numbers_so_that_nodes_cannot_follow_each_other(tmp_path: Path) -> None:
     run, grid = run_with(tmp_path, seed=None, clients=8, rounds=6)
-    numbers = [m.content.config_records[wire.HEAD]["number"] for m in grid.asked if m.metadata.dst_node_id == 100 and kind_of(m) == "shares"]
+    numbers = [
+        m.content.config_records[wire.HEAD]["number"]
+        for m in grid.asked
+        if m.metadata.dst_node_id == 100 and kind_of(m) == "shares"
+    ]
     assert len(numbers) == 6
     assert len(set(numbers)) > 1
     assert run.summary["privacy"]["warning"] is None

@@ -78,7 +78,9 @@ class Lost(Exception):
 class LoopGrid(Grid):
     """Nodes 100, 101, … in this process. `meddle` may change, replace or lose (raise Lost) a node's reply."""
 
-    def __init__(self, task: Deployment, clients: int, trust: str, meddle: Callable[..., Message] | None = None) -> None:
+    def __init__(
+        self, task: Deployment, clients: int, trust: str, meddle: Callable[..., Message] | None = None
+    ) -> None:
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = RUN, 1, 1
         self.app, self.meddle = client_app(task), meddle
         self.contexts = {

@@ -52,10 +52,9 @@ class Settings:
         names = {name: name.replace("_", "-") for name in cls.__dataclass_fields__}
         known: dict[str, Any] = {name: table[key] for name, key in names.items() if key in table}
         try:
-            times = {name: float(known[name]) for name in ("deadline", "start_timeout") if name in known}
+            known.update((name, float(known[name])) for name in ("deadline", "start_timeout") if name in known)
         except (TypeError, ValueError):
             raise ConfigError("deadline and start-timeout must be numbers of seconds") from None
-        known.update(times)
         return cls(**known)
 
 

@@ -1,9 +1,9 @@
 """The files of a new federation, as `fedblur deploy init` writes them. Secrets stay outside of the app that is sent out.
 
-    app/             what `flwr run` packs and sends to every node: code and settings, no data, no keys
-    secrets/         certificates and keys, made by certificates.sh; never packed
-    state/           Flower's own files: its connection settings, the SuperLink's database
-    run/             the run folder, on the server
+app/             what `flwr run` packs and sends to every node: code and settings, no data, no keys
+secrets/         certificates and keys, made by certificates.sh; never packed
+state/           Flower's own files: its connection settings, the SuperLink's database
+run/             the run folder, on the server
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ out = "$out"            # the run folder, on the server
 
 _CONFIG = """# The training of this federation; every key of `fedblur run` can stand here.
 clients = 3               # N, the number of nodes: all of them must be online when the run starts
-rounds = 20
+rounds = 3                # raise it when everything works
 sample_rate = 1.0         # p, each node joins a round with this probability
 epsilon = 8.0
 delta = 1e-3

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 BIN = Path(sys.executable).parent
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def free_ports(count: int) -> list[int]:
