@@ -2,8 +2,8 @@
 
     python benchmarks/flower.py [--nodes 10] [--rounds 3] [--out FILE]
 
-Flower starts a process for every message and nodes look for messages every three seconds: on few cores most of a round is
-starting processes. So the table also has the server's own arithmetic and the CPU seconds of all processes together.
+Flower starts a process for every message and nodes look for messages every three seconds: on few cores most of a round
+is starting processes. So the table also has the CPU seconds of all processes together.
 """
 
 from __future__ import annotations

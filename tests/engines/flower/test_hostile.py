@@ -23,7 +23,7 @@ from fedblur.bounding import Message as Bounding
 from fedblur.engines.flower import wire
 from fedblur.engines.flower.exchange import Exchange
 from fedblur.engines.flower.wire import REPLIES, Refused, read_reply
-from tests.engines.flower.world import LoopGrid, Lost, deployment, federated, kind_of, weights
+from tests.engines.flower.world import SECURE, LoopGrid, Lost, deployment, federated, kind_of, weights
 
 WIDTH = 6
 ROUND, NONCE = 4, b"n" * 16
@@ -304,3 +304,26 @@ def test_secure_sum__bare_updates_are_not_given(tmp_path: Path) -> None:
     run = federated(task, grid, tmp_path / "run", "central")
     assert run.rounds[0]["local_only"]["nodes"]["answered"] == 0
     assert {kind_of(message) for message in grid.asked} == {"update"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("clip_norm", 50.0), ("bit_weight", 1.0), ("noise_multiplier", 0.01), ("round", 4)]
+)
+def test_node__holds_the_server_to_its_own_configuration(tmp_path: Path, key: str, value: float) -> None:
+    """A larger clip norm, less noise or more rounds than the node's configuration says are refused."""
+    changes = {"mechanism": SECURE, "rounds": 3}
+    task = deployment(tmp_path, 3, **changes)
+    grid = LoopGrid(task, 3, "secure-sum")
+    calls = grid.app._registered_funcs["train.masked"]
+
+    def meddled(message: Message, context: Any) -> Message:
+        if key == "round":
+            message.content[wire.HEAD]["round"] = context.state["fedblur.member"]["round_"] = 4
+        else:
+            message.content[wire.HEAD][key] = value
+        return calls(message, context)
+
+    grid.app._registered_funcs["train.masked"] = meddled
+    run = federated(task, grid, tmp_path / "run", "secure-sum", deadline=0.2)
+    assert all("aborted" in row["local_only"] for row in run.rounds)
+    assert not any(reply.content.array_records.get(wire.ARRAYS) for reply in grid.received)

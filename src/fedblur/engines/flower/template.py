@@ -1,4 +1,4 @@
-"""The files of a new federation, as `fedblur deploy init` writes them. Secrets stay outside of the app that is sent out.
+"""The files of a new federation, as `fedblur deploy init` writes them. Secrets stay out of the app that is sent around.
 
 app/             what `flwr run` packs and sends to every node: code and settings, no data, no keys
 secrets/         certificates and keys, made by certificates.sh; never packed

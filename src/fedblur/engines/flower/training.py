@@ -7,6 +7,7 @@ operating system; a seeded run follows the simulator's streams by the client's i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,6 +68,7 @@ def _trained(
     deployment: Deployment, node: Mapping[str, Any], round_: int, told: Mapping[str, Any], arrays: Mapping[str, bytes]
 ) -> tuple[Config, ClientJob, Bounded]:
     config = from_dict(read_toml(deployment.config))
+    _demand_told(config, round_, told)
     population = own_population(deployment, node)
     job = _job(deployment, config, told, arrays)
     shard = population.fetch(torch.tensor([0]))
@@ -74,6 +76,19 @@ def _trained(
     rng = make_rng(config.seed).child("round", round_)
     work = plan_work(shard, name, config.local.steps, config.local.batch_size, rng, _CPU)
     return config, job, train_block(job, shard, work, vectorise=False).bounded
+
+
+def _demand_told(config: Config, round_: int, told: Mapping[str, Any]) -> None:
+    """What a question says must agree with this node's own configuration, wherever that says it too."""
+    sigma = told.get("noise_multiplier", config.noise_multiplier)
+    if round_ > config.rounds:
+        raise Refused(f"round {round_} is beyond the {config.rounds} that were planned")
+    if config.clipping is None and (told["clip_norm"], told["bit_weight"]) != (config.clip_norm, 0.0):
+        raise Refused(f"clip_norm={told['clip_norm']} is not the configuration's {config.clip_norm}")
+    if config.noise_multiplier is not None and sigma != config.noise_multiplier:
+        raise Refused(f"noise_multiplier={sigma} is not the configuration's {config.noise_multiplier}")
+    if sigma is not None and not sigma > 0 and config.epsilon is not None and not math.isinf(config.epsilon):
+        raise Refused(f"noise_multiplier={sigma} cannot give epsilon={config.epsilon}")
 
 
 def own_population(deployment: Deployment, node: Mapping[str, Any]) -> Packed:
