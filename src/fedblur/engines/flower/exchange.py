@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 from flwr.app import Message
+from flwr.common.constant import ErrorCode
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 
@@ -97,6 +98,10 @@ class Exchange:
         try:
             if isinstance(reply, Refused):
                 raise reply
+            if reply.has_error() and reply.error.code == ErrorCode.NODE_UNAVAILABLE:  # the SuperLink's own word
+                log(WARNING, "round %d: node %d is not online", round_, node)
+                self.traffic.missing += 1
+                return None
             if reply.metadata.src_node_id != node and not reply.has_error():
                 raise Refused("it comes from another node")
             values = wire.read_reply(reply, kind, round_, nonce, length)
