@@ -56,7 +56,7 @@ class Machines:
         ports = ["--port", str(self.port), "--inner-port", str(self.inner)]
         self.sh(str(BIN / "fedblur"), "deploy", "init", str(folder), *ports, *init)
 
-    def sh(self, *command: str, seconds: float = 120) -> str:
+    def sh(self, *command: str, seconds: float = 300) -> str:
         """Run a command in the folder to its end."""
         cwd = self.folder if self.folder.exists() else None
         done = subprocess.run(command, cwd=cwd, env=self.env, capture_output=True, text=True, timeout=seconds)
@@ -98,10 +98,10 @@ class Machines:
 
     def server(self, gateway: bool = True) -> None:
         self.link = self.start("superlink", "sh", "superlink.sh")
-        wait_for(lambda: "Uvicorn running" in self.log("superlink") or self._open(self.inner), 60, "the SuperLink")
+        wait_for(lambda: "Uvicorn running" in self.log("superlink") or self._open(self.inner), 180, "the SuperLink")
         if gateway:
             self.start("gateway", "sh", "gateway.sh")
-            wait_for(lambda: self._open(self.port), 30, "the gateway")
+            wait_for(lambda: self._open(self.port), 180, "the gateway")
 
     def register(self, name: str) -> None:
         self.sh("ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", f"secrets/{name}")
@@ -116,7 +116,7 @@ class Machines:
             ids = re.findall(r"SuperNode ID: (\d+)", self.log(name))
             return int(ids[-1]) if ids else 0
 
-        return int(str(wait_for(found, 90, f"{name} to be active: {self.log(name)[-2000:]}")))
+        return int(str(wait_for(found, 300, f"{name} to be active: {self.log(name)[-2000:]}")))
 
     def run(self, *options: str, name: str = "run") -> subprocess.Popen[bytes]:
         return self.start(name, "flwr", "run", "app", "federation", "--stream", *options)

@@ -103,7 +103,7 @@ class Federation(Machines):
 
     def seconds(self, name: str) -> list[float]:
         path = self.folder / name / "rounds.jsonl"
-        return [json.loads(line)["seconds"] for line in path.read_text().splitlines()] if path.exists() else [100.0]
+        return [json.loads(line)["seconds"] for line in path.read_text().splitlines()] if path.exists() else [200.0]
 
 
 @pytest.fixture(scope="module")

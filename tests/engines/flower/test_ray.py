@@ -38,7 +38,7 @@ def test_ray__runs_the_same_app_with_fifty_virtual_nodes(tmp_path: Path, trust: 
             "superlink", "flower-superlink", "--insecure", "--simulation", "--host", "127.0.0.1", "--port",
             str(machines.inner), "--disable-runtime-dependency-installation",
         )  # fmt: skip
-        wait_for(lambda: machines._open(machines.inner), 90, "the SuperLink")
+        wait_for(lambda: machines._open(machines.inner), 180, "the SuperLink")
         nodes = "num-supernodes=50 client-resources-num-cpus=1"
         run = machines.run("--federation-config", nodes, "--run-config", f'trust="{trust}"')
         run.wait(timeout=900)
