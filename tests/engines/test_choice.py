@@ -10,6 +10,7 @@ from torch import nn
 import fedblur
 from fedblur.engines import Choice, timing
 from fedblur.engines.choice import rule
+from fedblur.engines.distributed import Ranks
 from fedblur.engines.timing import Work, timed_choice
 from fedblur.setup import Machine, _choice
 from fedblur.train import resume
@@ -99,8 +100,9 @@ def test_choice__a_model_that_vmap_refuses_goes_one_by_one(timed: Path) -> None:
 
 
 def test_choice__other_ranks_take_rank_0s_and_time_nothing(timed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Told:
-        rank = 1
+    class Told(Ranks):
+        def __init__(self) -> None:
+            self.rank, self.engine = 1, None
 
         def tell(self, message: Choice | None = None) -> Choice:
             assert message is None
