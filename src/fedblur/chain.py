@@ -128,7 +128,7 @@ def _json(value: Mapping[str, Any]) -> str:
 @contextlib.contextmanager
 def _opened(path: Path, flags: int) -> Iterator[int]:
     try:
-        file = os.open(path, flags, 0o644)
+        file = os.open(path, flags | getattr(os, "O_BINARY", 0), 0o644)  # bytes as they are, on Windows too
     except OSError as error:
         raise RunError(f"the ledger {path} cannot be opened: {error.strerror}") from None
     try:

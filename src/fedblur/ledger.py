@@ -150,7 +150,10 @@ def read_budget(chain: Chain) -> tuple[Budget, str]:
 
 def read_spends(links: list[Link]) -> list[tuple[int, events.Event]]:
     """(round, event) of every release, in order; an unknown event is refused."""
-    return [(link.body["round"], events.from_json(link.body["event"])) for link in links[1:]]
+    try:
+        return [(int(link.body["round"]), events.from_json(link.body["event"])) for link in links[1:]]
+    except (KeyError, TypeError, ValueError):
+        raise ChainError("a line of the ledger is no release; it was not written by this version") from None
 
 
 def open_ledger(path: Path) -> Chain:

@@ -98,8 +98,9 @@ def test_audit__runs_on_whatever_is_registered(tmp_path: Path, changes: dict[str
 
 
 def test_audit__spends_epsilon_in_a_ledger_of_its_own(tmp_path: Path) -> None:
-    audit(from_dict(SMALL), tmp_path, canaries=20, held_out=20)
-    assert len((tmp_path / "ledger.jsonl").read_text().splitlines()) == 3
+    for name in ("ledger.jsonl", "ledger-2.jsonl"):
+        audit(from_dict(SMALL), tmp_path, canaries=20, held_out=20)
+        assert len((tmp_path / name).read_text().splitlines()) == 3
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedblur.accounting import adjacency
 from fedblur.audit.canaries import CanaryEngine, Directions
@@ -124,14 +124,14 @@ def audit(
     remove_noise: bool = False,
     machine: Machine | None = None,
     federation: Federation | None = None,
+    module: nn.Module | None = None,
     tick: Tick = lambda round_: None,
 ) -> Audit:
     """Train once with canaries and attack the result. The run's ledger goes into `folder`: an audit spends epsilon."""
     _check(config, canaries, held_out)
     began = time.perf_counter()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "ledger.jsonl").unlink(missing_ok=True)  # of an attempt that was stopped: it released nothing
-    setup = prepare(config, folder / "ledger.jsonl", machine or Machine(), federation, canaries=canaries)
+    setup = prepare(config, _new_ledger(folder), machine or Machine(), federation, module, canaries=canaries)
     directions = Directions(
         setup.rng.child("canaries").seed(), canaries + held_out, setup.protocol.layout.total, setup.initial.device
     )
@@ -216,6 +216,12 @@ def _check(config: Config, canaries: int, held_out: int) -> None:
         )
     if math.isinf(config.clip_norm):
         raise ConfigError("clip_norm=inf claims no privacy, so there is nothing to audit; set clip_norm=0.1")
+
+
+def _new_ledger(folder: Path) -> Path:
+    """Each attempt has its own: what an earlier one spent stays on record."""
+    names = ("ledger.jsonl", *(f"ledger-{i}.jsonl" for i in range(2, 10_000)))
+    return next(path for name in names if not (path := folder / name).exists())
 
 
 def _moments(values: Values) -> dict[str, float]:

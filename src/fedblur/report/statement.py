@@ -166,9 +166,10 @@ def _claim(statement: Statement) -> Section:
 
 def _introduction(statement: Statement) -> str:
     summary, config = statement.summary, statement.config
+    model = (config.get("own") or {}).get("model") or config["model"]["name"]
     methods = " + ".join(method["name"] for method in config["method"]) or "DP-FedAvg"
     return (
-        f"A model ({config['model']['name']}, {summary['parameters']:,} parameters) was trained by federated learning "
+        f"A model ({model}, {summary['parameters']:,} parameters) was trained by federated learning "
         f"({methods}) on the data of {summary['clients']:,} clients, with "
         f"{_count(len(statement.books.spends), 'release')} of noisy sums. Its accuracy is "
         f"{100 * summary['accuracy']:.1f} % on {summary['evaluated_on']} data. "
