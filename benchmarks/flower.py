@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -105,6 +104,17 @@ def measure(machines: Machines, trust: str, nodes: int, rounds: int) -> dict[str
     }
 
 
+def report(trust: str, row: dict[str, float]) -> dict[str, float]:
+    """Print one line, as soon as it is known."""
+    print(
+        f"{trust:11s} {row['seconds']:7.1f} s a round, {row['cpu_seconds']:7.1f} CPU s, down "
+        f"{row['bytes_sent'] / 1e6:7.2f} MB, up {row['bytes_received'] / 1e6:7.2f} MB "
+        f"({os.cpu_count()} cores, load {os.getloadavg()[0]:.1f})",
+        flush=True,
+    )
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=10)
@@ -122,15 +132,11 @@ def main() -> None:
                 machines.node(f"node-{i}", f"partition-id={i}")
             for i in range(options.nodes):
                 machines.node_id(f"node-{i}")
-            figures = {trust: measure(machines, trust, options.nodes, options.rounds) for trust in MECHANISMS}
+            figures = {
+                trust: report(trust, measure(machines, trust, options.nodes, options.rounds)) for trust in MECHANISMS
+            }
         finally:
             machines.close()
-    print(f"{options.nodes} nodes, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {platform.machine()}")
-    for trust, row in figures.items():
-        print(
-            f"{trust:11s} {row['seconds']:7.1f} s a round, {row['cpu_seconds']:7.1f} CPU s, down "
-            f"{row['bytes_sent'] / 1e6:7.2f} MB, up {row['bytes_received'] / 1e6:7.2f} MB"
-        )
     ratio = {key: figures["secure-sum"][key] / figures["central"][key] for key in figures["central"]}
     print("secure-sum / central: " + ", ".join(f"{key} {value:.2f}" for key, value in ratio.items()))
     if options.out:
