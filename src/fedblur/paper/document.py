@@ -1,9 +1,9 @@
 """What a page is made of: tables as files, their results, and the paper's own figures. Out: questions answered.
 
-    FOLDER/*.toml              tables (`spec.py`); results where they say
-    FOLDER/page/paper.toml     the paper's printed figures with their source, the page's plots, tuning tables
-    FOLDER/page/claims.toml    what the paper claims, each with the rule that decides it (`claims.py`)
-    FOLDER/page/README.md.jinja   the prose, without a single typed figure
+FOLDER/*.toml              tables (`spec.py`); results where they say
+FOLDER/page/paper.toml     the paper's printed figures with their source, the page's plots, tuning tables
+FOLDER/page/claims.toml    what the paper claims, each with the rule that decides it (`claims.py`)
+FOLDER/page/README.md.jinja   the prose, without a single typed figure
 """
 
 from __future__ import annotations
@@ -69,10 +69,16 @@ class Document:
 
     def groups(self, name: str) -> list[Group]:
         """A table's rows in the order of the file, measured or not."""
-        found: dict[str, list[Cell]] = {}
-        for cell in self.spec(name).cells:
-            found.setdefault(cell.group, []).append(cell)
-        return [_group(cells, self.results.found) for cells in found.values()]
+        self.spec(name)
+        return self._groups[name]
+
+    @functools.cached_property
+    def _groups(self) -> dict[str, list[Group]]:
+        tables: dict[str, dict[str, list[Cell]]] = {name: {} for name in self.specs}
+        for name, spec in self.specs.items():
+            for cell in spec.cells:
+                tables[name].setdefault(cell.group, []).append(cell)
+        return {name: [_group(cells, self.results.found) for cells in rows.values()] for name, rows in tables.items()}
 
     def group(self, name: str, label: str, axes: Mapping[str, Any]) -> Group | None:
         """The row with this label whose axes are among the given ones."""
@@ -134,7 +140,9 @@ def _printed(tables: Mapping[str, Mapping[str, Any]]) -> Printed:
 def _check_names(document: Document) -> None:
     named = [*document.sources, *document.tuning, *document.tuning.values()]
     named += [figure["table"] for figure in document.figures if "table" in figure]
-    named += [part[key] for claim in document.claims for part in claim["parts"] for key in ("table", "than") if key in part]
+    named += [
+        part[key] for claim in document.claims for part in claim["parts"] for key in ("table", "than") if key in part
+    ]
     for name in named:
         document.spec(name)
     for source in document.sources.values():

@@ -1,9 +1,9 @@
 """A page's plots, drawn from results. Out: SVG files that carry a fingerprint of their data, so that age can be told.
 
-    kind = "axis"     accuracy along an axis, one line for each method
-    kind = "curves"   the same, and accuracy by round beside it
-    kind = "norms"    norms before clipping by round: median, quartiles, 5 to 95 %, and S
-    kind = "signal"   accuracy against R over all runs on test data
+kind = "axis"     accuracy along an axis, one line for each method
+kind = "curves"   the same, and accuracy by round beside it
+kind = "norms"    norms before clipping by round: median, quartiles, 5 to 95 %, and S
+kind = "signal"   accuracy against R over all runs on test data
 """
 
 from __future__ import annotations
@@ -179,9 +179,7 @@ def _draw_signal(figure: Figure, plot: Plot, series: Series) -> None:
     axes.legend(fontsize=7)
 
 
-KINDS: dict[
-    str, tuple[Callable[[Document, Plot], Series], Callable[[Figure, Plot, Series], None]]
-] = {
+KINDS: dict[str, tuple[Callable[[Document, Plot], Series], Callable[[Figure, Plot, Series], None]]] = {
     "axis": (_axis_series, _draw_axis),
     "curves": (_axis_series, _draw_curves),
     "norms": (_norm_series, _draw_norms),

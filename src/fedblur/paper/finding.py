@@ -28,5 +28,3 @@ def combine(verdicts: Sequence[str]) -> str:
 def judge(margins: Sequence[float]) -> str:
     """By how far each setting is above what the rule demands."""
     return combine([HOLDS if margin >= 0 else FAILS for margin in margins])
-
-

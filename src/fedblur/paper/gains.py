@@ -14,6 +14,7 @@ from fedblur.paper.words import setting
 
 Part = Mapping[str, Any]  # of a claim, as claims.toml has it
 
+
 @dataclass(frozen=True)
 class Gain:
     """Method less baseline at one setting, over the seeds that both have."""
@@ -46,7 +47,7 @@ def _wanted(row: Group, part: Part) -> bool:
 
 
 def seed_spread(document: Document, table: str) -> float:
-    """Standard deviation over seeds: pooled over this table, else over all, else the largest ± that the paper prints."""
+    """Standard deviation over seeds: pooled over this table, else over all, else the largest ± in the paper."""
     for names in ([table], list(document.specs)):
         spreads = {
             canonical(sorted(cell.key for cell in row.cells)): row.spread

@@ -94,6 +94,12 @@ def names(document: Document, plots: Mapping[str, Drawing]) -> dict[str, Any]:
         "printed": lambda source, row: f"{document.printed[source][row][0]:.2f}",
         "printed_gains": lambda source, method, base: span(printed_gains(document, source, method, base)),
         "our_gains": lambda name, method, base: our_gains(document, name, method, base),
+        "printed_rise": lambda source, low, high: printed_rise(document, source, low, high),
+        "accuracy": lambda name, label, axes: accuracy(document, name, label, axes),
+        "differ": lambda name, label, one, other: differ(document, name, label, one, other),
+        "late_rise": lambda name, label, axes: late_rise(document, name, label, axes),
+        "below": lambda name, label, axes: below(document, name, label, axes),
+        "times": lambda a, b: f"{float(a) / float(b):.1f}",
         "chance": lambda name: f"{chance(document, name, 1):.2f}",
         "value": lambda name, key: number(value(document, name, key)),
         "forecast": lambda name, label, axes: ahead(document, name, label, axes),
@@ -115,7 +121,7 @@ def figure(plots: Mapping[str, Drawing], name: str) -> str:
 def claims_table(decided: list[Verdict]) -> str:
     """One row for each claim: what it says, what came of it, and by what."""
     rows = [[f"{item.name}. {item.says}", f"**{item.words}**", _evidence(item)] for item in decided]
-    return grid(["claim", "verdict", "evidence (percentage points)"], rows).replace("--:", ":--")
+    return grid(["claim", "verdict", "evidence (percentage points)"], rows, left=3)
 
 
 def _evidence(item: Verdict) -> str:
@@ -166,6 +172,48 @@ def ahead(document: Document, name: str, label: str, axes: Mapping[str, Any]) ->
                 "over": f"{over:.1f}",
             }
     raise ConfigError(f"{name} has no cell {label} at {setting(axes)}")
+
+
+def accuracy(document: Document, name: str, label: str, axes: Mapping[str, Any]) -> str:
+    """Mean over seeds, with its spread; empty where nothing is measured."""
+    row = document.group(name, label, axes)
+    return "" if row is None or row.accuracy is None else tables.with_spread(row.accuracy, row.spread)
+
+
+def differ(document: Document, name: str, label: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool | None:
+    """Whether two settings of a method differ by more than chance; None where one is not measured."""
+    rows = [document.group(name, label, axes) for axes in (one, other)]
+    means = [row.accuracy for row in rows if row is not None and row.accuracy is not None]
+    if len(means) < 2:
+        return None
+    seeds = min(len(row.results) for row in rows if row is not None)
+    return abs(means[0] - means[1]) > chance(document, name, seeds)
+
+
+def below(document: Document, name: str, label: str, axes: Mapping[str, Any]) -> str:
+    """By how many points we are below the paper there (negative: above)."""
+    row = document.group(name, label, axes)
+    theirs = None if row is None else tables.printed_value(document, name, row)
+    if row is None or row.accuracy is None or theirs is None:
+        return OPEN
+    return f"{theirs[0] - row.accuracy:.1f}"
+
+
+def late_rise(document: Document, name: str, label: str, axes: Mapping[str, Any]) -> str:
+    """By how many points accuracy rose over the last tenth of the rounds: whether it had arrived."""
+    row = document.group(name, label, axes)
+    curve = row.results[0]["curve"] if row is not None and row.results else []
+    if not curve:
+        return OPEN
+    last, end = curve[-1]
+    before = max((point for point in curve if point[0] <= 0.9 * last), default=curve[0])
+    return f"{100 * (end - before[1]):+.2f}"
+
+
+def printed_rise(document: Document, source: str, low: str, high: str) -> str:
+    """Between two rows of a table of the paper."""
+    rows = document.printed[source]
+    return f"{rows[high][0] - rows[low][0]:+.2f}"
 
 
 def shrink(strength: str, rate: str, steps: str) -> str:

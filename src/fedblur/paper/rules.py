@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fedblur.config import canonical, differences, to_dict
-from fedblur.paper.document import Document, Group
+from fedblur.paper.document import Document
 from fedblur.paper.finding import OPEN, Finding, judge
 from fedblur.paper.gains import Gain, Part, chance, gains, printed_gains, span
 from fedblur.paper.words import setting, symbol
+
 
 def gain_rule(document: Document, part: Part) -> Finding:
     """The method gains at least as much as the paper's smallest gain, at every setting."""
@@ -28,9 +29,7 @@ def gain_rule(document: Document, part: Part) -> Finding:
     if not found:
         return Finding(OPEN, rule, "", counts=part.get("counts", True))
     margins = [gain.points - least for gain in found]
-    narrow = any(
-        abs(margin) < chance(document, table, gain.seeds) for margin, gain in zip(margins, found, strict=True)
-    )
+    narrow = any(abs(margin) < chance(document, table, gain.seeds) for margin, gain in zip(margins, found, strict=True))
     evidence = f"{method} over {baseline}: {'; '.join(map(str, found))}"
     evidence += f" (paper: {span(own)})" if own else ""
     return Finding(judge(margins), rule, evidence, narrow, part.get("counts", True))
@@ -40,8 +39,8 @@ def trend_rule(document: Document, part: Part) -> Finding:
     """The gain is larger at the smallest value of an axis than at its largest."""
     table, axis = part["table"], part["axis"]
     rule = (
-        f"`{table}`: the gain of {part['method']} over {part['baseline']} is larger at the smallest {symbol(axis)} measured "
-        "than at the largest"
+        f"`{table}`: the gain of {part['method']} over {part['baseline']} is larger at the smallest measured "
+        f"{symbol(axis)} than at the largest"
     )
     families: dict[str, list[Gain]] = {}
     for gain in gains(document, table, part["method"], part["baseline"], part):

@@ -54,7 +54,7 @@ def missing(document: Document) -> str:
         [str(priority), f"`{name}`", label, _where(cells), _cost(cells)]
         for (priority, name, label), cells in rows.items()
     ]
-    return grid(["order", "table", "method", "settings", "GPU minutes"], lines)
+    return grid(["order", "table", "method", "settings", "GPU minutes"], lines, left=4)
 
 
 def _where(cells: Sequence[CellForecast]) -> str:

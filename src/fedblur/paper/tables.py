@@ -1,4 +1,4 @@
-"""A table as Markdown, ours beside the paper's, under a caption that says what a reader must know about every figure."""
+"""A table as Markdown, ours beside the paper's, under a caption that says what a reader must know."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from fedblur.config import Config
 from fedblur.paper.document import Document, Group
 from fedblur.paper.tuning import tuning_state
 from fedblur.paper.words import grid, listed, number, setting, symbol
+from fedblur.spec import Cell
 from fedblur.summary import SEEDED
 from fedblur.voting.summary import TRUST as VOTING_TRUST
 
@@ -146,7 +147,8 @@ def noise_table(document: Document, names: Sequence[str]) -> str:
     """σ, the noise of a round's mean in units of S, and R: what a setting can carry, before any run."""
     lines: dict[tuple[str, ...], None] = {}
     for name in names:
-        for cell, ahead in zip(_ordered(document, name), document.forecasts[name].cells, strict=True):
+        cells = zip(_ordered(document, name), document.forecasts[name].cells, strict=True)
+        for cell, ahead in sorted(cells, key=lambda pair: (pair[0].config.clients or 0, pair[0].config.epsilon or 0)):
             config, ratio, sigma = cell.config, ahead.signal_to_noise, ahead.noise_multiplier
             if ratio is None or sigma is None or config.accountant != "pld" or not config.clients:
                 continue
@@ -154,8 +156,8 @@ def noise_table(document: Document, names: Sequence[str]) -> str:
             over = config.rounds**0.5 / ratio  # σ√d/P̄ = √T/R
             title = f"{config.dataset.part_name}, {config.model.part_name}"
             lines[(title, setting(where), f"{sigma:.3f}", f"{over:.1f}", f"{ratio:.2f}")] = None
-    return grid(["data, model", "setting", "σ", "noise of a round ÷ S", "R"], list(lines))
+    return grid(["data, model", "setting", "σ", "noise of a round ÷ S", "R"], list(lines), left=2)
 
 
-def _ordered(document: Document, name: str) -> list[Any]:
+def _ordered(document: Document, name: str) -> list[Cell]:
     return sorted(document.spec(name).cells, key=lambda cell: cell.priority)

@@ -1,4 +1,4 @@
-"""Whether a tuned table uses the best cells of the table that tuned it. In: a document. Out: a sentence, or what differs.
+"""Whether a tuned table uses the best cells of the table that tuned it. In: a document. Out: a sentence.
 
 Tuning cells are judged on validation clients; the tuned table's cells must have the settings of the best one for their
 method and epsilon. Until every tuning cell of a group is measured, the choice is provisional and says so.

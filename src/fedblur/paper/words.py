@@ -54,8 +54,8 @@ def row(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def grid(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A Markdown table: the first column to the left, the others to the right."""
+def grid(header: Iterable[str], rows: Iterable[Iterable[str]], left: int = 1) -> str:
+    """A Markdown table: so many columns to the left, the others to the right."""
     names = list(header)
-    rule = "|" + "|".join([":--", *("--:" for _ in names[1:])]) + "|"
+    rule = "|" + "|".join(":--" if column < left else "--:" for column in range(len(names))) + "|"
     return "\n".join([row(names), rule, *(row(cells) for cells in rows)])
