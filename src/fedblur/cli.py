@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from fedblur.commands import data, paper, plan, run, table
+from fedblur.commands import audit, data, ledger, paper, plan, run, statement, table
 from fedblur.engines.distributed import rank
 from fedblur.errors import FedBlurError
 from fedblur.version import version
@@ -51,7 +51,10 @@ app.command("resume")(run.resume)
 app.command("plan")(plan.plan)
 app.command("table")(table.table)
 app.command("paper")(paper.paper)
+app.command("audit")(audit.audit_)
+app.command("statement")(statement.statement)
 app.add_typer(data.app, name="data")
+app.add_typer(ledger.app, name="ledger")
 
 
 def _print_version(wanted: bool) -> None:

@@ -81,6 +81,7 @@ def privacy_statement(setup: Setup, state: ServerState) -> dict[str, Any]:
         "support": "all coordinates" if protocol.mask is None else f"public mask {canonical(describe(protocol.mask))}",
         "expected_cohort": plan.expected_cohort,
         "releases": spends,
+        "ledger": setup.protocol.ledger.anchor(),
         "trust_model": config.mechanism.trust,
         "tuning": "Settings chosen before this run are not accounted; "
         f"accuracy was measured on {evaluated_on(config)} data",

@@ -24,6 +24,7 @@ from fedblur.engines.distributed import Ranks, demand_one_process, together
 from fedblur.errors import DivergedError, LostRankError, PrivacyError, RunError
 from fedblur.evaluation import evaluate
 from fedblur.functional import initial_vector, load_vector
+from fedblur.ledger import demand_anchor
 from fedblur.round import client_job, run_round, sum_clients
 from fedblur.runfolder import RunFolder
 from fedblur.server import ServerState, published
@@ -61,8 +62,10 @@ def train(
     federation: Federation | None = None,
     module: nn.Module | None = None,
     watch: Watcher | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> Run:
-    """Run a configuration from the start. `federation` and `module` bring your own data and model.
+    """Run a configuration from the start. `federation` and `module` bring your own data and model; `tell` hears which
+    engine computes it and why.
 
     Under torchrun, call it on every rank: rank 0's configuration and folder count, and all get the same Run.
     """
@@ -71,7 +74,7 @@ def train(
         if ranks is not None and ranks.rank:
             return _assist(ranks, machine, federation, module)
         folder = RunFolder(Path(out) if out is not None else default_folder(config))
-        return _begin(config, folder, machine, federation, module, watch, ranks)
+        return _begin(config, folder, machine, federation, module, watch, tell, ranks)
 
 
 def _begin(
@@ -81,6 +84,7 @@ def _begin(
     federation: Federation | None,
     module: nn.Module | None,
     watch: Watcher | None,
+    tell: Callable[[str], None] | None,
     ranks: Ranks | None,
 ) -> Run:
     resolved = _resolved(config, federation, module)
@@ -94,13 +98,16 @@ def _begin(
     try:
         _greet(ranks, folder, resolved)
         setup = prepare(config, folder.ledger, machine, federation, module, ranks)
+        folder.record_engine(setup.choice.kind, setup.initial.device.type, setup.machine)
     except BaseException:
         folder.abandon()  # nothing was released: leave no half-made run behind
         raise
+    if tell is not None:
+        tell(setup.header)
     state = setup.protocol.server.init(setup.initial)
     if config.averaging is not None:
         state = config.averaging.init(state)
-    _save(folder, state, resolved)
+    _save(folder, setup, state, resolved)
     return _dismiss(ranks, setup, _loop(folder, setup, state, resolved, [], watch))
 
 
@@ -139,6 +146,7 @@ def _go_on(
             f"the configuration of {path} was changed ({'; '.join(changed)}); put it back or start a new run"
         )
     config = _config_of(resolved, federation, module)
+    demand_anchor(folder.ledger, checkpoint.state.get("ledger"), f"the checkpoint of round {checkpoint.round}")
     for note in notes:
         tell(note)
     if config.voting is not None:
@@ -147,7 +155,7 @@ def _go_on(
 
         return run_election(config, folder, resolved, machine, federation, module, watch, new=False)
     _greet(ranks, folder, resolved)
-    setup = prepare(config, folder.ledger, machine, federation, module, ranks)
+    setup = prepare(config, folder.ledger, machine.as_recorded(folder), federation, module, ranks)
     device = setup.initial.device
     tensors = {name: tensor.to(device) for name, tensor in checkpoint.tensors.items()}
     if tensors["theta"].shape != setup.initial.shape:
@@ -156,7 +164,20 @@ def _go_on(
         )
     state = ServerState.from_tensors(tensors, checkpoint.round)
     rows = folder.truncate_rounds(checkpoint.round)
-    return _dismiss(ranks, setup, _loop(folder, setup, state, resolved, rows, watch))
+    return _dismiss(ranks, setup, _loop(folder, setup, state, resolved, rows, _with_header(setup, tell, watch)))
+
+
+def _with_header(setup: Setup, tell: Callable[[str], None], watch: Watcher | None) -> Watcher:
+    """The header with the first round: a run that may not go on says why, and nothing else."""
+    header = iter([setup.header])
+
+    def watching(row: Row) -> None:
+        for text in header:
+            tell(text)
+        if watch is not None:
+            watch(row)
+
+    return watching
 
 
 def _greet(ranks: Ranks | None, folder: RunFolder, resolved: dict[str, Any]) -> None:
@@ -220,14 +241,14 @@ def _loop(
                 rows.append(_row(setup, state, result.local_only, began))
                 folder.append_round(rows[-1])
                 if state.round % config.checkpoint_every == 0 or state.round == config.rounds:
-                    _save(folder, state, resolved)
+                    _save(folder, setup, state, resolved)
                     saved = state.round
                 if watch is not None:
                     watch(rows[-1])
                 _demand_finite(rows[-1], config)
     except (PrivacyError, DivergedError, LostRankError, KeyboardInterrupt):  # keep what has been paid for
         if state.round > saved:
-            _save(folder, state, resolved)
+            _save(folder, setup, state, resolved)
         _finish(folder, setup, state, rows)
         raise
     return _finish(folder, setup, state, rows)
@@ -271,8 +292,9 @@ def _finish(folder: RunFolder, setup: Setup, state: ServerState, rows: list[Row]
     return Run(folder.path, summary, setup.module.eval(), rows)
 
 
-def _save(folder: RunFolder, state: ServerState, resolved: dict[str, Any]) -> None:
-    save_checkpoint(folder.checkpoints, Checkpoint(state.round, state.tensors(), {"config": resolved}))
+def _save(folder: RunFolder, setup: Setup, state: ServerState, resolved: dict[str, Any]) -> None:
+    about = {"config": resolved, "ledger": setup.protocol.ledger.anchor()}
+    save_checkpoint(folder.checkpoints, Checkpoint(state.round, state.tensors(), about))
 
 
 def _resolved(config: Config, federation: Federation | None, module: nn.Module | None) -> dict[str, Any]:
