@@ -12,6 +12,7 @@ from fedblur.results import Results
 from fedblur.spec import Cell, read_spec
 
 ROOT = Path(__file__).resolve().parents[2]
+VOTES = {"labels_equal_plurality": 0.9, "teacher_accuracy_quartiles": [0.2, 0.3, 0.4]}
 CHENG = ROOT / "papers" / "cheng2022"
 
 
@@ -54,7 +55,7 @@ def result_of(cell: Cell, accuracy: float, norm: float) -> dict:
         "evaluated_on": config.evaluate,
         "parameters": 1_000_000,
         "privacy": {"signal_to_noise": None if voting else 2.0 + (config.epsilon or 0)},
-        "local_only": {"clipped_share": None if voting else 0.9},
+        "local_only": {"clipped_share": None, **VOTES} if voting else {"clipped_share": 0.9},
         "seconds": 60.0,
         "curve": [[1, 0.01], [config.rounds, accuracy]],
         "norms": [] if voting else norms,

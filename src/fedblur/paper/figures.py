@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#1b6ca8", "#c8553d", "#4f8a3c", "#8a5aa8", "#b8860b", "#3a8f8f", "#666666", "#b04a7a", "#202020")
+MARKERS = ("o", "^", "s", "D", "v", "P", "X")
 _MARK = re.compile(r"fedblur-data:([0-9a-f]{16})")
 Plot = Mapping[str, Any]  # one of [[figures]] in paper.toml
 Series = dict[str, list[Any]]
@@ -111,7 +112,7 @@ def _norm_series(document: Document, plot: Plot) -> Series:
 
 
 def _signal_series(document: Document, plot: Plot) -> Series:
-    """[R, accuracy] of every run on test data, by data and model, then by whether the server was the paper's."""
+    """[R, accuracy, whether the server is the paper's, methods] of every run on test data, by data and model."""
     found: Series = {}
     for result in sorted(document.own_results(), key=lambda result: str(result["settings"])):
         ratio, config = result["privacy"].get("signal_to_noise"), result["config"]
@@ -120,7 +121,9 @@ def _signal_series(document: Document, plot: Plot) -> Series:
         printed = config["server"]["name"] == "sgd" and config["server"]["learning_rate"] == 1
         size = f"{result['parameters'] / 1e6:.3g}M"
         label = f"{config['dataset']['name']}, {config['model']['name']} ({size})"
-        found.setdefault(label, []).append([float(ratio), round(100 * float(result["accuracy"]), 3), printed])
+        methods = " + ".join(method["name"].upper() for method in config["method"]) or "DP-FedAvg"
+        point = [float(ratio), round(100 * float(result["accuracy"]), 3), printed, methods]
+        found.setdefault(label, []).append(point)
     return dict(sorted(found.items()))
 
 
@@ -166,17 +169,21 @@ def _draw_norms(figure: Figure, plot: Plot, series: Series) -> None:
 
 def _draw_signal(figure: Figure, plot: Plot, series: Series) -> None:
     axes = figure.subplots()
+    shapes: dict[str, str] = {}
     for index, (label, points) in enumerate(series.items()):
         colour = COLOURS[index % len(COLOURS)]
-        for printed in (True, False):
-            some = [point for point in points if point[2] is printed]
-            if some:
-                name = label if printed else f"{label}, another server"
-                face = colour if printed else "none"
-                x, y = [p[0] for p in some], [p[1] for p in some]
-                axes.scatter(x, y, s=28, edgecolors=colour, facecolors=face, label=name)
+        axes.scatter([], [], color=colour, label=label)
+        for ratio, accuracy, printed, methods in points:
+            shape = shapes.setdefault(methods, MARKERS[len(shapes) % len(MARKERS)])
+            face = colour if printed else "none"
+            axes.scatter([ratio], [accuracy], s=28, marker=shape, edgecolors=colour, facecolors=face)
+    for methods, shape in shapes.items():
+        axes.scatter([], [], marker=shape, color="black", label=methods)
+    axes.axvline(1, color="grey", linestyle=":", linewidth=1)
     axes.set(xscale="log", xlabel="R = √T·pN/(σ√d)", ylabel="accuracy % (test, final round)", title=plot["title"])
-    axes.legend(fontsize=7)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 KINDS: dict[str, tuple[Callable[[Document, Plot], Series], Callable[[Figure, Plot, Series], None]]] = {

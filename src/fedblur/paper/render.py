@@ -99,6 +99,7 @@ def names(document: Document, plots: Mapping[str, Drawing]) -> dict[str, Any]:
         "differ": lambda name, label, one, other: differ(document, name, label, one, other),
         "late_rise": lambda name, label, axes: late_rise(document, name, label, axes),
         "below": lambda name, label, axes: below(document, name, label, axes),
+        "share": lambda name, label, axes, key: share(document, name, label, axes, key),
         "times": lambda a, b: f"{float(a) / float(b):.1f}",
         "chance": lambda name: f"{chance(document, name, 1):.2f}",
         "value": lambda name, key: number(value(document, name, key)),
@@ -188,6 +189,15 @@ def differ(document: Document, name: str, label: str, one: Mapping[str, Any], ot
         return None
     seeds = min(len(row.results) for row in rows if row is not None)
     return abs(means[0] - means[1]) > chance(document, name, seeds)
+
+
+def share(document: Document, name: str, label: str, axes: Mapping[str, Any], key: str) -> str:
+    """A share among a result's local figures in percent; the median where it is given by quartiles."""
+    row = document.group(name, label, axes)
+    found = row.results[0]["local_only"].get(key) if row is not None and row.results else None
+    if found is None:
+        return OPEN
+    return f"{100 * (found[1] if isinstance(found, list) else found):.0f} %"
 
 
 def below(document: Document, name: str, label: str, axes: Mapping[str, Any]) -> str:

@@ -44,8 +44,8 @@ def trend_rule(document: Document, part: Part) -> Finding:
     )
     families: dict[str, list[Gain]] = {}
     for gain in gains(document, table, part["method"], part["baseline"], part):
-        rest = {name: value for name, value in gain.axes.items() if name != axis}
-        families.setdefault(setting(rest), []).append(gain)
+        others = {name: value for name, value in gain.axes.items() if name != axis}
+        families.setdefault(setting(others), []).append(gain)
     margins, words, narrow = [], [], False
     for rest, family in families.items():
         ordered = sorted(family, key=lambda gain: float(gain.axes[axis]))
@@ -109,8 +109,8 @@ def norms_rule(document: Document, part: Part) -> Finding:
     """The method's norms before clipping stay below S in most rounds, and scatter less than the baseline's."""
     table, method, baseline = part["table"], part["method"], part["baseline"]
     rule = (
-        f"`{table}`: in more than half of the rounds the median norm of {method} before clipping is at most S, and so "
-        f"is its range between quartiles compared with that of {baseline}; mixed if one of the two holds"
+        f"`{table}`: before clipping, in at least half of the rounds, the median norm of {method} is at most S, and "
+        f"the distance between its quartiles is smaller than that of {baseline}; mixed if one of the two holds"
     )
     ours, theirs = norms(document, table, method), norms(document, table, baseline)
     rounds = sorted(ours.keys() & theirs.keys())

@@ -95,7 +95,7 @@ def _order(point: tuple[tuple[str, Any], ...]) -> tuple[float, ...]:
 
 def _ratios(document: Document, name: str) -> dict[str, float]:
     """R by row; of the first method at a setting, as others differ by the accountant at most."""
-    found = {}
+    found: dict[str, float] = {}
     for cell in document.forecasts[name].cells:
         group = " | ".join([cell.name, *(f"{axis}={value}" for axis, value in cell.axes.items())])
         if cell.signal_to_noise is not None:
