@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from fedblur.commands import audit, data, ledger, paper, plan, run, statement, table
+from fedblur.commands import audit, data, deploy, ledger, paper, plan, run, statement, table
 from fedblur.engines.distributed import rank
 from fedblur.errors import FedBlurError
 from fedblur.version import version
@@ -55,6 +55,7 @@ app.command("audit")(audit.audit_)
 app.command("statement")(statement.statement)
 app.add_typer(data.app, name="data")
 app.add_typer(ledger.app, name="ledger")
+app.add_typer(deploy.app, name="deploy")
 
 
 def _print_version(wanted: bool) -> None:

@@ -86,6 +86,7 @@ def privacy_statement(setup: Setup, state: ServerState) -> dict[str, Any]:
         "tuning": "Settings chosen before this run are not accounted; "
         f"accuracy was measured on {evaluated_on(config)} data",
         "signal_to_noise": signal_to_noise(vector_plan(protocol), sent_coordinates(protocol)),
+        **protocol.processes.statement(plan),
     }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ from torch import nn
 from fedblur.checkpoint import Checkpoint, load_newest, save_checkpoint, write_atomically
 from fedblur.config import Config, canonical, differences, from_dict, to_dict
 from fedblur.data.population import Federation
-from fedblur.engines import suitable_threads
+from fedblur.engines import Processes, suitable_threads
 from fedblur.engines.distributed import Ranks, demand_one_process, together
-from fedblur.errors import DivergedError, LostRankError, PrivacyError, RunError
+from fedblur.errors import DivergedError, LostRankError, PrivacyError, RoundAborted, RunError
 from fedblur.evaluation import evaluate
 from fedblur.functional import initial_vector, load_vector
 from fedblur.ledger import demand_anchor
@@ -63,13 +64,18 @@ def train(
     module: nn.Module | None = None,
     watch: Watcher | None = None,
     tell: Callable[[str], None] | None = None,
+    nodes: Processes | None = None,
 ) -> Run:
     """Run a configuration from the start. `federation` and `module` bring your own data and model; `tell` hears which
     engine computes it and why.
 
-    Under torchrun, call it on every rank: rank 0's configuration and folder count, and all get the same Run.
+    Under torchrun, call it on every rank: rank 0's configuration and folder count, and all get the same Run. `nodes`
+    are the clients of a real federation (`engines/flower`).
     """
     config, machine = config or Config(), machine or Machine()
+    if nodes is not None:
+        folder = RunFolder(Path(out or default_folder(config)))
+        return _begin(config, folder, machine, federation, module, watch, tell, nodes)
     with together(machine.torch_device, machine.rank_timeout) as ranks:
         if ranks is not None and ranks.rank:
             return _assist(ranks, machine, federation, module)
@@ -85,7 +91,7 @@ def _begin(
     module: nn.Module | None,
     watch: Watcher | None,
     tell: Callable[[str], None] | None,
-    ranks: Ranks | None,
+    processes: Processes | None,
 ) -> Run:
     resolved = _resolved(config, federation, module)
     if config.voting is not None:
@@ -96,8 +102,8 @@ def _begin(
 
         return run_election(config, folder, resolved, machine, federation, module, watch, new=True)
     try:
-        _greet(ranks, folder, resolved)
-        setup = prepare(config, folder.ledger, machine, federation, module, ranks)
+        _greet(processes, folder, resolved)
+        setup = prepare(config, folder.ledger, machine, federation, module, processes)
         folder.record_engine(setup.choice.kind, setup.initial.device.type, setup.machine)
     except BaseException:
         folder.abandon()  # nothing was released: leave no half-made run behind
@@ -108,7 +114,7 @@ def _begin(
     if config.averaging is not None:
         state = config.averaging.init(state)
     _save(folder, setup, state, resolved)
-    return _dismiss(ranks, setup, _loop(folder, setup, state, resolved, [], watch))
+    return _dismiss(processes, setup, _loop(folder, setup, state, resolved, [], watch))
 
 
 def resume(
@@ -119,9 +125,12 @@ def resume(
     module: nn.Module | None = None,
     watch: Watcher | None = None,
     tell: Callable[[str], None] = print,
+    nodes: Processes | None = None,
 ) -> Run:
     """Go on with a run from its last whole checkpoint. `tell` hears what had to be mended."""
     machine = machine or Machine()
+    if nodes is not None:
+        return _go_on(RunFolder(Path(path)), machine, federation, module, watch, tell, nodes)
     with together(machine.torch_device, machine.rank_timeout) as ranks:
         if ranks is not None and ranks.rank:
             return _assist(ranks, machine, federation, module)
@@ -135,7 +144,7 @@ def _go_on(
     module: nn.Module | None,
     watch: Watcher | None,
     tell: Callable[[str], None],
-    ranks: Ranks | None,
+    processes: Processes | None,
 ) -> Run:
     path = folder.path
     resolved = folder.resolved()
@@ -154,8 +163,8 @@ def _go_on(
         from fedblur.voting.protocol import run_election  # which imports this file
 
         return run_election(config, folder, resolved, machine, federation, module, watch, new=False)
-    _greet(ranks, folder, resolved)
-    setup = prepare(config, folder.ledger, machine.as_recorded(folder), federation, module, ranks)
+    _greet(processes, folder, resolved)
+    setup = prepare(config, folder.ledger, machine.as_recorded(folder), federation, module, processes)
     device = setup.initial.device
     tensors = {name: tensor.to(device) for name, tensor in checkpoint.tensors.items()}
     if tensors["theta"].shape != setup.initial.shape:
@@ -164,7 +173,7 @@ def _go_on(
         )
     state = ServerState.from_tensors(tensors, checkpoint.round)
     rows = folder.truncate_rounds(checkpoint.round)
-    return _dismiss(ranks, setup, _loop(folder, setup, state, resolved, rows, _with_header(setup, tell, watch)))
+    return _dismiss(processes, setup, _loop(folder, setup, state, resolved, rows, _with_header(setup, tell, watch)))
 
 
 def _with_header(setup: Setup, tell: Callable[[str], None], watch: Watcher | None) -> Watcher:
@@ -180,18 +189,18 @@ def _with_header(setup: Setup, tell: Callable[[str], None], watch: Watcher | Non
     return watching
 
 
-def _greet(ranks: Ranks | None, folder: RunFolder, resolved: dict[str, Any]) -> None:
+def _greet(processes: Processes | None, folder: RunFolder, resolved: dict[str, Any]) -> None:
     """Tell the other ranks what this run is."""
-    if ranks is not None:
-        ranks.path = str(folder.path)
-        ranks.tell((ranks.path, resolved))
+    if isinstance(processes, Ranks):
+        processes.path = str(folder.path)
+        processes.tell((processes.path, resolved))
 
 
-def _dismiss(ranks: Ranks | None, setup: Setup, run: Run) -> Run:
+def _dismiss(processes: Processes | None, setup: Setup, run: Run) -> Run:
     """Tell the other ranks that the run is complete, and its result."""
-    if ranks is not None:
-        ranks.tell(None)
-        ranks.tell((run.summary, run.rounds, initial_vector(setup.module).cpu()))
+    if isinstance(processes, Ranks):
+        processes.tell(None)
+        processes.tell((run.summary, run.rounds, initial_vector(setup.module).cpu()))
     return run
 
 
@@ -205,7 +214,8 @@ def _assist(ranks: Ranks, machine: Machine, federation: Federation | None, modul
     with suitable_threads(setup.initial.device, protocol.layout.total):
         while (task := ranks.hear(job)) is not None:
             rng = setup.rng.child("round", task.release.round_)
-            ranks.collect(*sum_clients(protocol, task, rng), task.release)
+            with suppress(RoundAborted):  # as rank 0 does, which writes it down
+                ranks.collect(*sum_clients(protocol, task, rng), task.release)
     summary, rows, vector = ranks.tell()
     load_vector(setup.module, vector.to(setup.initial.device))
     return Run(Path(ranks.path), summary, setup.module.eval(), rows)

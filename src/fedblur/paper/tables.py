@@ -75,6 +75,8 @@ def _pivot(document: Document, name: str, rows: Sequence[Group]) -> str:
     points = sorted({tuple((axis, row.axes.get(axis)) for axis in axes) for row in rows}, key=_order)
     by_place = {(tuple((axis, row.axes.get(axis)) for axis in axes), row.label): row for row in rows}
     ratios = _ratios(document, name)
+    if not axes:  # nothing but methods to compare: one below the other
+        return _list(document, name, rows, ratios)
     lines = []
     for point in points:
         here = [by_place.get((point, label)) for label in labels]
@@ -87,6 +89,14 @@ def _pivot(document: Document, name: str, rows: Sequence[Group]) -> str:
             ]
         )
     return grid([*map(symbol, axes), "R", *labels], lines)
+
+
+def _list(document: Document, name: str, rows: Sequence[Group], ratios: dict[str, float]) -> str:
+    lines = []
+    for row in rows:
+        ratio = ratios.get(row.cells[0].group)
+        lines.append([row.label, "–" if ratio is None else f"{ratio:.2f}", _entry(document, name, row)])
+    return grid(["", "R", "accuracy %"], lines)
 
 
 def _order(point: tuple[tuple[str, Any], ...]) -> tuple[float, ...]:
