@@ -80,6 +80,8 @@ def test_page__ages_with_a_new_result(tmp_path: Path) -> None:
     assert "norms.svg" in answer.output
     assert run.invoke(app, ["paper", str(folder)]).exit_code == 0
     assert run.invoke(app, ["paper", str(folder), "--check"]).exit_code == 0
+    invent(folder, lambda cell: 0.5 if cell.table == "fig-norms" else None, lambda cell: 3.0)  # the norms alone change
+    assert "norms.svg" in run.invoke(app, ["paper", str(folder), "--check"]).output
 
 
 def test_page__a_result_of_other_settings_is_named_and_not_used(tmp_path: Path) -> None:
@@ -120,3 +122,24 @@ def test_printed__figures_are_those_of_the_paper() -> None:
     assert sorted((float(v), float(pm)) for v, pm in pairs) == sorted(ours)
     gains = re.findall(r"& \$([\d.]+)\$ & \$\+[\d.]+\s*\$", tex)
     assert [float(value) for value in gains] == [v for v, _ in printed["Table 3, ResNet-18"].values()]
+
+
+def test_page__a_folder_of_tables_and_a_template_is_enough(tmp_path: Path) -> None:
+    (tmp_path / "page").mkdir()
+    (tmp_path / "page" / "paper.toml").write_text("")
+    (tmp_path / "page" / "README.md.jinja").write_text("{{ table('mine') }}\n{{ missing() }}\n{{ spent() }}\n")
+    rows = '[base]\nseed = 0\nrounds = 5\n[[rows]]\nlabel = "one"\n[[rows]]\nlabel = "two"\nclip_norm = 0.2\n'
+    (tmp_path / "mine.toml").write_text(rows)
+    assert render_page(tmp_path).text.count("No cell") == 2
+    invent(tmp_path, lambda cell: 0.25 if cell.label == "one" else None)
+    page = render_page(tmp_path)
+    assert re.search(r"^\| one \| [\d.]+ \| 25\.00 \|$", page.text, re.MULTILINE)
+    assert "| 5 | `mine` | two | seed = 0 (1 cell) | unknown |" in page.text
+    page.write()
+    assert render_page(tmp_path).outdated() == []
+
+
+def test_page__a_folder_without_a_page_is_one_line(tmp_path: Path) -> None:
+    answer = CliRunner().invoke(app, ["paper", str(tmp_path)])
+    assert answer.exit_code == 2
+    assert "paper.toml does not exist" in " ".join(answer.output.split())
