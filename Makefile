@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check lint bench clean
+.PHONY: help setup run paper test check lint bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -19,6 +19,9 @@ setup: $(STAMP) ## Create the environment in .venv
 
 run: $(STAMP) ## The main job: DP-FedAvg against BLUR + LUS on embedded digits at epsilon = 2
 	$(BIN)/fedblur table examples/quickstart.toml --out runs/quickstart
+
+paper: $(STAMP) ## Render papers/cheng2022/README.md and its plots from the result files
+	$(BIN)/fedblur paper papers/cheng2022
 
 test: $(STAMP) ## Run the whole test suite
 	$(BIN)/python -m pytest -n 2 --dist loadgroup

@@ -51,3 +51,19 @@ def test_program__is_shared_by_cells_that_differ_in_noise_or_sparsity_only() -> 
     assert of([]) == of([], 8)
     assert of(lus[0]) == of(lus[1])
     assert of("blur") != of([])
+
+
+def test_estimate__learns_from_other_runs_of_the_same_model() -> None:
+    done, wanted = from_dict({**EMNIST, "rounds": 300}), from_dict({**EMNIST, "method": "blur"})
+    unaided = estimate(wanted, 3400, "cuda")
+    swift = _result(done, 0.3 * (unaided - 4) / 2)  # half of what the figures say
+    assert estimate(wanted, 3400, "cuda", [swift]) - 4 == pytest.approx((unaided - 4) / 2, rel=1e-6)
+    votes = _result(from_dict({**EMNIST, "method": "ae-dpfl"}), 1.0)
+    assert estimate(wanted, 3400, "cuda", [votes]) == unaided
+
+
+def test_estimate__the_first_run_of_a_process_does_not_count_its_compiling() -> None:
+    done = from_dict({**EMNIST, "rounds": 300})
+    both = [_result(done, 75), _result(done, 30)]
+    assert estimate(from_dict(EMNIST), 3400, "cuda", both) == pytest.approx(104)
+    assert estimate(from_dict(EMNIST), 3400, "cuda", both[::-1]) == pytest.approx(104)

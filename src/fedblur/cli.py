@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from fedblur.commands import audit, data, deploy, ledger, plan, run, statement, table
+from fedblur.commands import audit, data, deploy, ledger, paper, plan, run, statement, table
 from fedblur.engines.distributed import rank
 from fedblur.errors import FedBlurError
 from fedblur.version import version
@@ -50,6 +50,7 @@ app.command("run")(run.run)
 app.command("resume")(run.resume)
 app.command("plan")(plan.plan)
 app.command("table")(table.table)
+app.command("paper")(paper.paper)
 app.command("audit")(audit.audit_)
 app.command("statement")(statement.statement)
 app.add_typer(data.app, name="data")

@@ -6,6 +6,7 @@ sample of its batch. Where nothing is known about a model on a device, the answe
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,42 +38,48 @@ def estimate(
     config: Config, clients: int | None, device: str, results: Iterable[Mapping[str, Any]] = ()
 ) -> float | None:
     """Seconds without compiling; None where nothing is known."""
-    like = _kind(config)
-    alike = [result for result in results if _on(result, device) and _kind_of(result) == like]
-    if alike:
-        return _STARTING + float(alike[-1]["seconds"]) / max(1, int(alike[-1]["rounds"])) * _rounds(config)
+    table = json.loads(canonical(to_dict(config)))  # as results hold it
+    here = [result for result in results if _on(result, device)]
+    like = _kind_of({"config": table})
+    alike = [float(result["seconds"]) / max(1, int(result["rounds"])) for result in here if _kind_of(result) == like]
+    if alike:  # the quickest, as the first of a process also compiles
+        return _STARTING + min(alike) * (1 if config.voting is not None else config.rounds)
     cost = MEASURED.get((device, config.model.part_name))
     if cost is None or clients is None or config.voting is not None:
         return None
-    batch = min(
-        config.local.batch_size, getattr(config.partition, "samples_per_client", None) or config.local.batch_size
-    )
-    cohort = clients * config.sample_rate
-    per_step = cohort * (cost.per_client + batch * cost.per_sample) / 1e6
-    gradients = 2 if any(method.part_name == "sam" for method in config.method) else 1
-    return _STARTING + config.rounds * config.local.steps * per_step * gradients
+    kin = [result for result in here if _comparable(result["config"], table)]
+    ratios = [float(result["seconds"]) / _by_measurement(result["config"], cost) for result in kin]
+    return _STARTING + _by_measurement({**table, "clients": clients}, cost) * min(ratios, default=1.0)
 
 
-def _rounds(config: Config) -> int:
-    return 1 if config.voting is not None else config.rounds
+def _by_measurement(config: Mapping[str, Any], cost: Cost) -> float:
+    """Seconds of all local steps, by the figures above."""
+    local, each = config["local"], (config["partition"] or {}).get("samples_per_client")
+    batch = min(local["batch_size"], each or local["batch_size"])
+    per_step = config["clients"] * config["sample_rate"] * (cost.per_client + batch * cost.per_sample) / 1e6
+    gradients = 2 if any(method["name"] == "sam" for method in config["method"]) else 1
+    return float(config["rounds"] * local["steps"] * per_step * gradients)
+
+
+def _comparable(done: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """A run of the same model by the same mechanism: what the figures above are off by there, they are off by here."""
+    same = all(done[key]["name"] == wanted[key]["name"] for key in ("model", "mechanism"))
+    voted = any("queries" in method for method in done["method"])
+    return same and not voted and done["clients"] is not None
 
 
 def _on(result: Mapping[str, Any], device: str) -> bool:
     return device in str(result.get("machine", "")) or "machine" not in result
 
 
-def _kind(config: Config) -> str:
+def _kind_of(result: Mapping[str, Any]) -> dict[str, Any]:
     """Cells of one kind cost the same per round."""
-    return _kind_of({"config": to_dict(config)})
-
-
-def _kind_of(result: Mapping[str, Any]) -> str:
     config = result["config"]
     kept = ("dataset", "model", "clients", "sample_rate", "local")
     parts = {key: config[key] for key in kept} | {"mechanism": config["mechanism"]["name"]}
     parts["each"] = (config["partition"] or {}).get("samples_per_client")
     parts["methods"] = [method["name"] for method in config["method"]]
-    return canonical(parts)
+    return parts
 
 
 def program(config: Config) -> tuple[Any, ...]:

@@ -24,6 +24,7 @@ from fedblur.voting.release import VoteNoise, plan_votes
 class CellForecast:
     """One cell; None where it cannot be known without the data, or was never measured."""
 
+    key: str  # of its settings: tables may share a cell
     name: str
     axes: dict[str, Any]
     seed: int | None
@@ -73,7 +74,7 @@ def _cell(cell: Cell, results: Results, device: str) -> CellForecast:
     seconds = found["seconds"] if found is not None else estimate(config, _clients(config), device, known)
     rounds = 1 if config.voting is not None else config.rounds
     return CellForecast(
-        cell.label, cell.shown, config.seed, cell.priority, rounds, sigma, ratio, seconds, found is not None
+        cell.key, cell.label, cell.shown, config.seed, cell.priority, rounds, sigma, ratio, seconds, found is not None
     )
 
 

@@ -11,6 +11,7 @@ results = "results"        # where results are kept, from this file's folder; ta
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,7 +38,7 @@ class Cell:
     table: str = ""
     priority: int = _PRIORITY  # what decides most is run first
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         return config_hash(self.config)
 

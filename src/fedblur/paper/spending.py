@@ -1,0 +1,92 @@
+"""What the results cost and what the missing ones would: GPU minutes, from result files and `costs.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from fedblur.forecast import CellForecast
+from fedblur.paper.document import Document
+from fedblur.paper.words import grid, listed, minutes, number, symbol
+from fedblur.results import Result
+
+
+def spent_seconds(document: Document) -> float:
+    """Of all results on a GPU, each once."""
+    return sum(float(result["seconds"]) for result in document.own_results() if _on_gpu(result))
+
+
+def _on_gpu(result: Result) -> bool:
+    return "cuda" in str(result.get("machine", ""))
+
+
+def spent(document: Document) -> str:
+    """One sentence: minutes, cells, machine and dates."""
+    results = document.own_results()
+    if not results:
+        return "No cell has been measured yet, so no GPU minute has been spent."
+    machines = listed(sorted({str(result["hardware"]) for result in results}))
+    dates = sorted({str(result["date"]) for result in results})
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    total = len({cell.key for spec in document.specs.values() for cell in spec.cells})
+    return (
+        f"{minutes(spent_seconds(document))} GPU minutes so far (rounds with their evaluations and compilation), for "
+        f"{len(results)} of {total} cells, on {machines}, {when}."
+    )
+
+
+def left(document: Document) -> list[tuple[str, CellForecast]]:
+    """(table, cell) without a result, in the order of decision; a cell that tables share is named once."""
+    cells = [(name, cell) for name, ahead in document.forecasts.items() for cell in ahead.cells if not cell.done]
+    found: dict[str, tuple[str, CellForecast]] = {}
+    for name, cell in sorted(cells, key=lambda pair: pair[1].priority):
+        found.setdefault(cell.key, (name, cell))
+    return list(found.values())
+
+
+def missing(document: Document) -> str:
+    """Every cell without a result, what is to run first at the top, with its cost."""
+    rows: dict[tuple[int, str, str], list[CellForecast]] = {}
+    for name, cell in left(document):
+        rows.setdefault((cell.priority, name, cell.name), []).append(cell)
+    if not rows:
+        return "Nothing: every cell of every table has been measured."
+    lines = [
+        [str(priority), f"`{name}`", label, _where(cells), _cost(cells)]
+        for (priority, name, label), cells in rows.items()
+    ]
+    return grid(["order", "table", "method", "settings", "GPU minutes"], lines, left=4)
+
+
+def _where(cells: Sequence[CellForecast]) -> str:
+    """`ε = 2, 8; seed = 1, 2`: cells of one row of a file are a product of its axes."""
+    axes = [cell.axes | ({} if cell.seed is None else {"seed": cell.seed}) for cell in cells]
+    names = list(dict.fromkeys(name for each in axes for name in each))
+    parts = []
+    for name in names:
+        values = list(dict.fromkeys(number(each[name]) for each in axes if name in each))
+        parts.append(f"{symbol(name)} = {', '.join(values)}")
+    return f"{'; '.join(parts)} ({len(cells)} {'cell' if len(cells) == 1 else 'cells'})"
+
+
+def _cost(cells: Iterable[CellForecast]) -> str:
+    seconds = [cell.seconds for cell in cells]
+    known = [value for value in seconds if value is not None]
+    return minutes(sum(known)) if len(known) == len(seconds) else "unknown"
+
+
+def missing_by_order(document: Document) -> str:
+    """Cells and minutes for each step of the order, so that a session knows how far its time goes."""
+    steps: dict[int, list[CellForecast]] = {}
+    for _, cell in left(document):
+        steps.setdefault(cell.priority, []).append(cell)
+    lines, total = [], 0.0
+    for priority, cells in steps.items():
+        total += sum(cell.seconds or 0.0 for cell in cells)
+        unknown = sum(cell.seconds is None for cell in cells)
+        more = f" and {unknown} of unknown cost" if unknown else ""
+        lines.append([str(priority), str(len(cells)), _known(cells) + more, minutes(total)])
+    return grid(["order", "cells left", "GPU minutes", "with all before"], lines) if lines else ""
+
+
+def _known(cells: Iterable[CellForecast]) -> str:
+    return minutes(sum(cell.seconds or 0.0 for cell in cells))

@@ -1,0 +1,61 @@
+"""How settings are written on a page: the paper's symbols instead of configuration keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+SYMBOLS = {
+    "epsilon": "ε",
+    "partition.alpha": "α",
+    "clients": "N",
+    "method.lus.sparsity": "c",
+    "method.blur.strength": "λ",
+    "local.steps": "Q",
+    "sample_rate": "p",
+    "server.learning_rate": "server step",
+    "rounds": "T",
+    "clip_norm": "S",
+    "seed": "seed",
+}
+
+
+def symbol(axis: str) -> str:
+    """`ε` for `epsilon`; other keys stay as they are."""
+    return SYMBOLS.get(axis, axis)
+
+
+def number(value: Any) -> str:
+    """A setting's value, as short as it can be written."""
+    if isinstance(value, float | int) and not isinstance(value, bool):
+        return "∞" if value == float("inf") else f"{value:g}"
+    return str(value)
+
+
+def setting(axes: Mapping[str, Any]) -> str:
+    """`ε = 2, c = 0.7`."""
+    return ", ".join(f"{symbol(axis)} = {number(value)}" for axis, value in axes.items())
+
+
+def listed(items: Iterable[str], last: str = "and") -> str:
+    """`a, b and c`."""
+    words = list(items)
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}" if words else ""
+
+
+def minutes(seconds: float) -> str:
+    """`0.4`, `3.5`, `120`: GPU minutes as a page states them."""
+    value = seconds / 60
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def row(cells: Iterable[str]) -> str:
+    """One line of a Markdown table."""
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def grid(header: Iterable[str], rows: Iterable[Iterable[str]], left: int = 1) -> str:
+    """A Markdown table: so many columns to the left, the others to the right."""
+    names = list(header)
+    rule = "|" + "|".join(":--" if column < left else "--:" for column in range(len(names))) + "|"
+    return "\n".join([row(names), rule, *(row(cells) for cells in rows)])

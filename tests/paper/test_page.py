@@ -1,0 +1,145 @@
+"""The page of the paper shows the results as they are: with none, with some, with all, and nothing typed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fedblur.cli import app
+from fedblur.paper.render import render_page
+from fedblur.spec import Cell
+from tests.paper.invented import CHENG, copy_of, invent
+
+PAPER_TEXT = CHENG.parents[1] / "../shared/paper"
+
+
+def _better(cell: Cell) -> float:
+    """As the paper would have it: BLUR + LUS far ahead, most at small ε, small α and in the larger model."""
+    base = 0.5 + 0.01 * (cell.config.epsilon or 0) + 0.001 * (cell.config.seed or 0)
+    large = cell.config.model.part_name == "resnet18"
+    gain = {"BLUR + LUS": 0.1, "LUS": 0.02, "BLUR": 0.04}.get(cell.label.split(",")[0], 0.0)
+    shape = 2.0 / (cell.config.epsilon or 1) / (1 + 0.01 * (getattr(cell.config.partition, "alpha", None) or 1))
+    falling = 0.002 * cell.config.local.steps if cell.label == "DP-FedAvg" and cell.table == "fig-steps" else 0.0
+    moving = cell.config.sample_rate if cell.label == "DP-FedAvg" and cell.table == "fig-sampling" else 0.0
+    return base + gain * (1 + shape) * (1.5 if large else 1) - falling + moving
+
+
+def test_page__is_up_to_date() -> None:
+    page = render_page(CHENG)
+    assert page.outdated() == [], "run: fedblur paper papers/cheng2022"
+    assert page.stale == ()
+
+
+def test_page__can_be_made_before_the_first_result(tmp_path: Path) -> None:
+    folder = copy_of(CHENG, tmp_path / "papers")
+    page = render_page(folder)
+    page.write()
+    assert page.text.count("**not yet measured**") == 10
+    assert "No cell has been measured yet" in page.text
+    assert "PROVISIONAL: 0 of 32" in page.text
+    assert not (folder / "figures").exists()
+    assert "DP-FedAvg, momentum 0.9, S = 0.03 | ε = 2, 8; server step = 0.5, 1, 2, 4; seed = 0 (8 cells)" in page.text
+
+
+def test_page__of_all_results_has_every_verdict_and_figure(tmp_path: Path) -> None:
+    folder = copy_of(CHENG, tmp_path / "papers")
+    cells = invent(folder, _better, lambda cell: 0.5 if cell.label == "BLUR + LUS" else 9.0)
+    page = render_page(folder)
+    page.write()
+    assert "not yet measured" not in page.text
+    assert "Nothing: every cell of every table has been measured" in page.text
+    assert f"{cells:.1f} GPU minutes so far" in page.text or f"{cells} GPU minutes so far" in page.text
+    verdicts = dict(re.findall(r"^\| (C\d+)\..*?\| \*\*(.*?)\*\*", page.text, re.MULTILINE))
+    assert len(verdicts) == 10
+    for name in ("C1", "C3", "C4", "C5", "C6", "C7", "C8", "C9", "C10"):
+        assert verdicts[name].startswith("holds"), name
+    assert {path.stem for path in (folder / "figures").iterdir()} == {"blur", "norms", "steps", "sampling", "signal"}
+    assert render_page(folder).outdated() == []
+
+
+def test_page__of_equal_methods_says_that_claims_do_not_hold(tmp_path: Path) -> None:
+    folder = copy_of(CHENG, tmp_path / "papers")
+    invent(folder, lambda cell: 0.6 + 0.0005 * (cell.config.seed or 0), lambda cell: 20.0)
+    text = render_page(folder).text
+    for name in ("C1", "C2", "C6", "C8"):
+        assert re.search(rf"^\| {name}\..*?\*\*does not hold\*\*", text, re.MULTILINE), name
+
+
+def test_page__ages_with_a_new_result(tmp_path: Path) -> None:
+    folder = copy_of(CHENG, tmp_path / "papers")
+    run = CliRunner()
+    assert run.invoke(app, ["paper", str(folder)]).exit_code == 0
+    assert run.invoke(app, ["paper", str(folder), "--check"]).exit_code == 0
+    invent(folder, lambda cell: 0.5 if cell.table == "fig-norms" else None)
+    answer = run.invoke(app, ["paper", str(folder), "--check"])
+    assert answer.exit_code == 2
+    assert "README.md" in answer.output
+    assert "norms.svg" in answer.output
+    assert run.invoke(app, ["paper", str(folder)]).exit_code == 0
+    assert run.invoke(app, ["paper", str(folder), "--check"]).exit_code == 0
+    invent(folder, lambda cell: 0.5 if cell.table == "fig-norms" else None, lambda cell: 3.0)  # the norms alone change
+    assert "norms.svg" in run.invoke(app, ["paper", str(folder), "--check"]).output
+
+
+def test_page__a_result_of_other_settings_is_named_and_not_used(tmp_path: Path) -> None:
+    folder = copy_of(CHENG, tmp_path / "papers")
+    invent(folder, lambda cell: 0.5 if cell.table == "fig-norms" else None)
+    table = folder / "fig-norms.toml"
+    table.write_text(table.read_text().replace("clip_norm = 0.1", "clip_norm = 0.2"))
+    page = render_page(folder)
+    assert len(page.stale) == 4
+    assert "clip_norm: 0.1 -> 0.2" in page.text
+    assert page.text.count("**not yet measured**") == 10
+
+
+def test_template__has_no_typed_figure() -> None:
+    text = (CHENG / "page" / "README.md.jinja").read_text()
+    for pattern in (r"{{.*?}}", r"{%.*?%}", r"{#.*?#}", r"```.*?```", r"`[^`]*`"):
+        text = re.sub(pattern, "", text, flags=re.DOTALL)
+    text = re.sub(r"(Table|Figure) \d|ResNet-18|CIFAR-10|CVPR 2022", "", text)
+    assert re.findall(r".*\d.*", text) == []
+
+
+def test_template__an_unknown_name_is_one_line(tmp_path: Path) -> None:
+    folder = copy_of(CHENG, tmp_path / "papers")
+    (folder / "page" / "README.md.jinja").write_text("{{ tabel('table1') }}")
+    answer = CliRunner().invoke(app, ["paper", str(folder)])
+    assert answer.exit_code == 2
+    assert "tabel" in answer.output
+
+
+@pytest.mark.skipif(not PAPER_TEXT.is_dir(), reason="the paper's text is not here (../shared/paper)")
+def test_printed__figures_are_those_of_the_paper() -> None:
+    from fedblur.paper.document import read_document
+
+    tex = next(PAPER_TEXT.glob("*.txt")).read_text()
+    pairs = re.findall(r"([\d.]+)\\pm([\d.]+)", tex)
+    printed = read_document(CHENG).printed
+    ours = [(v, pm) for name, rows in printed.items() if name[:7] != "Table 3" for v, pm in rows.values()]
+    assert sorted((float(v), float(pm)) for v, pm in pairs) == sorted(ours)
+    gains = re.findall(r"& \$([\d.]+)\$ & \$\+[\d.]+\s*\$", tex)
+    assert [float(value) for value in gains] == [v for v, _ in printed["Table 3, ResNet-18"].values()]
+
+
+def test_page__a_folder_of_tables_and_a_template_is_enough(tmp_path: Path) -> None:
+    (tmp_path / "page").mkdir()
+    (tmp_path / "page" / "paper.toml").write_text("")
+    (tmp_path / "page" / "README.md.jinja").write_text("{{ table('mine') }}\n{{ missing() }}\n{{ spent() }}\n")
+    rows = '[base]\nseed = 0\nrounds = 5\n[[rows]]\nlabel = "one"\n[[rows]]\nlabel = "two"\nclip_norm = 0.2\n'
+    (tmp_path / "mine.toml").write_text(rows)
+    assert render_page(tmp_path).text.count("No cell") == 2
+    invent(tmp_path, lambda cell: 0.25 if cell.label == "one" else None)
+    page = render_page(tmp_path)
+    assert re.search(r"^\| one \| [\d.]+ \| 25\.00 \|$", page.text, re.MULTILINE)
+    assert "| 5 | `mine` | two | seed = 0 (1 cell) | unknown |" in page.text
+    page.write()
+    assert render_page(tmp_path).outdated() == []
+
+
+def test_page__a_folder_without_a_page_is_one_line(tmp_path: Path) -> None:
+    answer = CliRunner().invoke(app, ["paper", str(tmp_path)])
+    assert answer.exit_code == 2
+    assert "paper.toml does not exist" in " ".join(answer.output.split())
