@@ -171,6 +171,26 @@ class Composed(Event):
             raise PrivacyError("a composition of no events says nothing; leave it out")
 
 
+@event_kind("private_selection")
+@dataclass(frozen=True)
+class PrivateSelection(Event):
+    """The best of a secret, random number of trials, each of a configuration picked at random; only it is released.
+
+    `trials` are all that one trial may release about a client, alternatives and not a sequence: the training of each
+    configuration, and the noisy score of clients who do not train.
+    """
+
+    trials: tuple[Event, ...]
+    shape: float  # η of the truncated negative binomial: 0 logarithmic, 1 geometric; inf: Poisson
+    mean: float  # expected number of trials
+
+    def __post_init__(self) -> None:
+        if not self.trials:
+            raise PrivacyError("a selection among no trials says nothing; leave it out")
+        if not self.shape > -1 or not 1 < self.mean < math.inf:
+            raise PrivacyError(f"shape={self.shape} must be above -1 and mean={self.mean} above 1 and finite")
+
+
 def flatten(event: Event, count: int = 1) -> dict[Event, int]:
     """The releases inside compositions, each with how often it happened: nesting makes no difference."""
     if isinstance(event, SelfComposed):
