@@ -158,7 +158,7 @@ _curve = functools.lru_cache(maxsize=1024)(renyi)
 
 
 def _total(releases: Mapping[Event, int]) -> Curve:
-    return np.sum([count * _curve(release) for release, count in releases.items()], axis=0)
+    return np.asarray(sum(count * _curve(release) for release, count in releases.items()))
 
 
 def _rdp(releases: Mapping[Event, int], delta: float) -> float:

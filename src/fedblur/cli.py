@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from fedblur.commands import data, plan, run, table
+from fedblur.commands import data, plan, run, table, tune
 from fedblur.engines.distributed import rank
 from fedblur.errors import FedBlurError
 from fedblur.version import version
@@ -50,6 +50,7 @@ app.command("run")(run.run)
 app.command("resume")(run.resume)
 app.command("plan")(plan.plan)
 app.command("table")(table.table)
+app.command("tune")(tune.tune)
 app.add_typer(data.app, name="data")
 
 
