@@ -1,19 +1,21 @@
 """Compiled local steps give what uncompiled ones give, with dropout, convolutions and BLUR inside."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from fedblur.client import LocalProgram, Trained, clip_block, local_update, many_clients
 from fedblur.compiling import Compiled
-from fedblur.config import LocalTraining
+from fedblur.config import Config, LocalTraining
 from fedblur.functional import as_function
 from fedblur.methods.augment import Augment
 from fedblur.methods.balance import Balance
 from fedblur.methods.blur import Blur
 from fedblur.methods.lus import Lus
 from fedblur.models import GnResNet, make_model
+from fedblur.setup import Machine, prepare
 from tests.worlds import SmallCnn, job_for, packed, work_for
 
 
@@ -97,3 +99,23 @@ def _counted(function, calls: list):
         return function(*arguments)
 
     return counted
+
+
+def test_compiled__methods_that_leave_steps_alone_share_them() -> None:
+    job = job_for(SmallCnn(), (Blur(0.4),))
+    blur = LocalProgram(job.forward, job.layout, job.local, job.methods)
+    both, other = (LocalProgram(job.forward, job.layout, job.local, (Blur(0.4), Lus(c))) for c in (0.5, 0.9))
+    plain = LocalProgram(job.forward, job.layout, job.local, ())
+    steps = {id(many_clients(program, compiled=True).step) for program in (blur, both, other)}
+    assert len(steps) == 1
+    assert many_clients(both, compiled=True).score is many_clients(other, compiled=True).score
+    assert many_clients(plain, compiled=True).step is not many_clients(blur, compiled=True).step
+    assert many_clients(both, compiled=True).shape is not many_clients(other, compiled=True).shape
+
+
+def test_compiled__runs_of_one_named_model_share_a_function_whatever_their_seeds(tmp_path: Path) -> None:
+    first, second = (prepare(Config(model="mlp", seed=seed), tmp_path / f"{seed}.sqlite", Machine()) for seed in (0, 1))
+    assert first.protocol.forward is second.protocol.forward
+    assert not torch.equal(first.initial, second.initial)
+    own = prepare(Config(model="mlp", seed=0), tmp_path / "own.sqlite", Machine(), module=first.module)
+    assert own.protocol.forward is not first.protocol.forward

@@ -152,8 +152,20 @@ def many_clients(program: LocalProgram, compiled: bool = False) -> Steps:
     )
     if not compiled:
         return steps
-    loop = Compiled(steps.step, state=(1, 2), invariant=(0, 3, 4, 5))  # Δ and velocity; w, S and the data stay
-    return Steps(loop, Compiled(steps.score), steps.shape)
+    stepping = replace(program, methods=tuple(method for method in program.methods if method.steers_steps))
+    return Steps(_compiled_step(stepping), _compiled_score(replace(program, methods=())), steps.shape)
+
+
+@lru_cache(maxsize=8)
+def _compiled_step(program: LocalProgram) -> Compiled:
+    """Of all programs whose steps are the same: LUS, for one, does not touch them."""
+    step = torch.func.vmap(program.step, in_dims=(None, 0, 0, None, None, None, 0, 0, None))
+    return Compiled(step, state=(1, 2), invariant=(0, 3, 4, 5))  # Δ and velocity; w, S and the data stay
+
+
+@lru_cache(maxsize=8)
+def _compiled_score(program: LocalProgram) -> Compiled:
+    return Compiled(torch.func.vmap(program.score, in_dims=(None, 0, None, None, 0)))
 
 
 def local_update(job: ClientJob, steps: Steps, shard: Shard, work: Work) -> Trained:

@@ -1,128 +1,123 @@
-"""A table of a paper = base + axes + rows, expanded by code (DESIGN §7). Results are kept by the hash of the cell.
+"""Runs the cells of tables, what decides most first, and makes printed lines of their results.
 
-[base]                     # the shared configuration
-[axes]                     # cartesian; `seed` is averaged over, the others make the rows of the printed table
-[[rows]]                   # what is compared: a label and what differs from the base
-[expected]                 # a paper's figures, "LABEL | axis=value" = accuracy in percent, printed beside ours
+Results are kept by their settings (`results.py`): a table that was stopped goes on where it was, a cell that two
+tables have in common is computed once, and a changed setting computes only the cells that it changes.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedblur.checkpoint import write_atomically
-from fedblur.config import Config, apply_overrides, canonical, config_hash, from_dict, read_toml
+from fedblur.costs import COMPILING, estimate, program
 from fedblur.engines.distributed import demand_one_process
-from fedblur.errors import ConfigError, nearest
+from fedblur.results import Result, Results, hardware, make_result
 from fedblur.runfolder import RunFolder
 from fedblur.setup import Machine
-from fedblur.train import Watcher, resume, train
+from fedblur.spec import Cell, Spec, read_spec
+from fedblur.train import Row, Run, Watcher, resume, train
 
-_SECTIONS = {"title", "note", "base", "axes", "rows", "expected"}
+__all__ = ["Cell", "Line", "Spec", "TimeLimit", "aggregate", "pending", "read_spec", "run_cells", "run_table"]
+
+CellWatcher = Callable[[Cell, int], Watcher | None]
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One run of a table."""
+class TimeIsUp(KeyboardInterrupt):
+    """Stops a cell between two rounds; what was paid for is saved, as when a user stops it."""
 
-    label: str
-    axes: dict[str, Any]
-    config: Config
 
-    @property
-    def key(self) -> str:
-        return config_hash(self.config)
+@dataclass
+class TimeLimit:
+    """How long a command may run. Without minutes there is no limit."""
 
-    @property
-    def shown(self) -> dict[str, Any]:
-        """The axes that make rows of the printed table; seeds are averaged over."""
-        return {name: value for name, value in self.axes.items() if name != "seed"}
+    minutes: float | None = None
+    started: float = field(default_factory=time.monotonic)
+    programs: set[Any] = field(default_factory=set)  # compiled in this process
 
     @property
-    def group(self) -> str:
-        """The printed row that this cell belongs to: `LABEL | epsilon=2`."""
-        return " | ".join([self.label, *(f"{name}={value}" for name, value in self.shown.items())])
+    def left(self) -> float:
+        """Seconds."""
+        return float("inf") if self.minutes is None else 60 * self.minutes - (time.monotonic() - self.started)
+
+    def allows(self, seconds: float | None) -> bool:
+        """Whether there is time for a cell; one of unknown cost may start, as it can be stopped and go on later."""
+        return self.left > (0.0 if seconds is None else seconds)
+
+    def watch(self, inner: Watcher | None) -> Watcher:
+        """Stops a cell when the time is up."""
+
+        def tick(row: Row) -> None:
+            if inner is not None:
+                inner(row)
+            if self.left <= 0:
+                raise TimeIsUp
+
+        return tick
 
 
-@dataclass(frozen=True)
-class Spec:
-    """A table to be computed."""
-
-    title: str
-    note: str
-    cells: tuple[Cell, ...]
-    expected: dict[str, float]
-
-
-def read_spec(path: Path) -> Spec:
-    """Expand a TOML file into cells; every configuration is checked before the first one runs."""
-    table = read_toml(path)
-    unknown = next((key for key in table if key not in _SECTIONS), None)
-    if unknown is not None:
-        raise ConfigError(f"{path}: unknown section {unknown!r}: {nearest(unknown, _SECTIONS)}")
-    rows = table.get("rows") or [{"label": "run"}]
-    cells = tuple(
-        itertools.chain.from_iterable(_expand(table.get("base", {}), table.get("axes", {}), row) for row in rows)
-    )
-    expected = table.get("expected", {})
-    stray = next((key for key in expected if key not in {cell.group for cell in cells}), None)
-    if stray is not None:
-        raise ConfigError(
-            f"{path}: expected {stray!r} is no row of the table: {nearest(stray, (c.group for c in cells))}"
-        )
-    return Spec(table.get("title", path.stem), table.get("note", ""), cells, expected)
-
-
-def _expand(base: Mapping[str, Any], axes: Mapping[str, list[Any]], row: Mapping[str, Any]) -> Iterator[Cell]:
-    if not isinstance(row.get("label"), str):
-        raise ConfigError(f"each of [[rows]] needs a label; {dict(row)!r} has none")
-    for name, values in axes.items():
-        if not isinstance(values, list) or not values:
-            raise ConfigError(f"axes.{name}={values!r} must be a list of at least one value")
-    merged = {**base, **{key: value for key, value in row.items() if key != "label"}}
-    for point in itertools.product(*axes.values()):
-        chosen = dict(zip(axes, point, strict=True))
-        table = apply_overrides(merged, [])
-        for name, value in chosen.items():  # dotted axes reach into parts: "method.blur.strength" = [0, 0.4]
-            table = apply_overrides(table, [f"{name}={json.dumps(value)}"]) if "." in name else table | {name: value}
-        yield Cell(row["label"], chosen, from_dict(table))
+def pending(specs: Iterable[Spec], found: Mapping[str, Result], only: Iterable[str] = ()) -> list[Cell]:
+    """Cells without a result, in the order of decision: by priority, then as the files have them."""
+    patterns = list(only)
+    cells: dict[str, Cell] = {}
+    for cell in sorted((cell for spec in specs for cell in spec.cells), key=lambda cell: cell.priority):
+        if cell.key not in found and cell.fits(patterns):
+            cells.setdefault(cell.key, cell)
+    return list(cells.values())
 
 
 def run_table(
-    spec: Spec,
-    out: Path,
-    machine: Machine,
-    watch: Callable[[Cell, int], Watcher | None] = lambda cell, index: None,
-) -> dict[str, dict[str, Any]]:
+    spec: Spec, out: Path, machine: Machine, watch: CellWatcher = lambda cell, index: None
+) -> dict[str, Result]:
     """Run every cell that has no result yet; a cell that was stopped goes on. Returns results by key."""
+    results = Results(spec.results or out / "results")
+    run_cells(pending([spec], results.found), results, out / "cells", machine, watch, spec.cells)
+    return {cell.key: results.found[cell.key] for cell in spec.cells}
+
+
+def run_cells(
+    cells: Iterable[Cell],
+    results: Results,
+    runs: Path,
+    machine: Machine,
+    watch: CellWatcher = lambda cell, index: None,
+    among: Iterable[Cell] = (),
+    limit: TimeLimit | None = None,
+) -> list[Cell]:
+    """Run these cells in order, as far as the time allows; returns those that are left. `among` numbers them."""
     demand_one_process("a table")
-    results: dict[str, dict[str, Any]] = {}
-    for index, cell in enumerate(spec.cells):
-        path = out / "results" / f"{cell.key}.json"
-        if path.exists():
-            results[cell.key] = json.loads(path.read_text())
+    limit, numbers = limit or TimeLimit(), {cell.key: number for number, cell in reversed([*enumerate(among)])}
+    device, left = machine.torch_device().type, []
+    for cell in cells:
+        if not limit.allows(_seconds(cell, results, device, limit)):
+            left.append(cell)
             continue
-        summary = _run_cell(cell, out / "cells" / cell.key, machine, watch(cell, index))
-        results[cell.key] = json.loads(canonical({"label": cell.label, "axes": cell.axes, **summary}))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, (json.dumps(results[cell.key], indent=2) + "\n").encode())
-    return results
+        limit.programs.add(program(cell.config))
+        watcher = watch(cell, numbers.get(cell.key, 0))
+        try:
+            run = _run_cell(cell, runs / cell.key, machine, limit.watch(watcher))
+        except TimeIsUp:
+            left.append(cell)
+            continue
+        where = {"machine": machine.torch_device().type, "hardware": hardware(machine.torch_device())}
+        about = {"table": cell.table, "cell": cell.name, "label": cell.label, "axes": cell.axes, **where}
+        results.write(cell.key, make_result(about, cell.config, run.summary, run.rounds))
+    return left
 
 
-def _run_cell(cell: Cell, folder: Path, machine: Machine, watch: Watcher | None) -> dict[str, Any]:
-    started = RunFolder(folder).checkpoints.exists()
-    run = (
-        resume(folder, machine=machine, watch=watch)
-        if started
-        else train(cell.config, out=folder, machine=machine, watch=watch)
-    )
-    return run.summary
+def _seconds(cell: Cell, results: Results, device: str, limit: TimeLimit) -> float | None:
+    known = estimate(cell.config, cell.config.clients, device, results.found.values())
+    compiling = COMPILING if device == "cuda" and program(cell.config) not in limit.programs else 0.0
+    return None if known is None else known + compiling
+
+
+def _run_cell(cell: Cell, folder: Path, machine: Machine, watch: Watcher) -> Run:
+    if RunFolder(folder).checkpoints.exists():
+        return resume(folder, machine=machine, watch=watch)
+    return train(cell.config, out=folder, machine=machine, watch=watch)
 
 
 @dataclass(frozen=True)
@@ -142,15 +137,22 @@ class Line:
 
 
 def aggregate(spec: Spec, results: Mapping[str, Mapping[str, Any]]) -> list[Line]:
-    """Mean ± standard deviation over seeds, in the order of the file."""
+    """Mean ± standard deviation over seeds; labels in the order of the file, values of an axis by size."""
     groups: dict[str, list[Cell]] = {}
-    for cell in spec.cells:
+    for cell in sorted(spec.cells, key=_place(spec)):
         if cell.key in results:
             groups.setdefault(cell.group, []).append(cell)
     return [
         _line(cells[0], [results[cell.key] for cell in cells], spec.expected.get(group))
         for group, cells in groups.items()
     ]
+
+
+def _place(spec: Spec) -> Callable[[Cell], tuple[Any, ...]]:
+    """Where a cell stands in the printed table: a label may be spread over several rows of the file."""
+    labels = list(dict.fromkeys(cell.label for cell in spec.cells))
+    numbers = all(isinstance(v, int | float) for cell in spec.cells for v in cell.shown.values())
+    return lambda cell: (labels.index(cell.label), tuple(cell.shown.values()) if numbers else ())
 
 
 def _line(cell: Cell, members: list[Mapping[str, Any]], expected: float | None) -> Line:

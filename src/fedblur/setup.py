@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +19,7 @@ from fedblur.engines import Alone, choose_engine
 from fedblur.engines.distributed import Ranks, own_device
 from fedblur.engines.local import EngineName
 from fedblur.errors import ConfigError
-from fedblur.functional import Layout, as_function, check_model, initial_vector
+from fedblur.functional import Layout, ModuleFunction, as_function, check_model, initial_vector
 from fedblur.ledger import Budget, ForeignLedger, Ledger
 from fedblur.mechanisms import Mechanism
 from fedblur.mechanisms.base import Conditions
@@ -82,26 +84,35 @@ def prepare(
     """Check and build everything. `federation` and `module` replace what the configuration names."""
     device, rng = machine.torch_device(), make_rng(config.seed)
     data = federation or load(config, machine)
-    shape, classes = data.train.shape, data.train.classes
+    shape, classes, named = data.train.shape, data.train.classes, module is None
     if module is None:
         module = make_model(config.model, shape, classes, rng.child("init").seed())
     check_model(module, shape, classes)
     layout, initial = Layout.of(module), initial_vector(module)
-    module = module.to(device).train()
+    module, half = module.to(device).train(), machine.half(device)
     plan = plan_for(config, data.train.clients, layout.total)
     if config.clipping is not None:
         config.clipping.vector_multiplier(plan.noise_multiplier, plan.expected_cohort)  # refuses before a round
+    forward = as_function(module, half)
+    if named and all(tensor.requires_grad for tensor in module.parameters()):  # frozen ones differ with the seed
+        forward = _forward(config.model, shape, classes, half, device)
     keeper = ForeignLedger if ranks is not None and ranks.rank else Ledger
     protocol = Protocol(
         plan=plan,
         engine=choose_engine(
-            data.train, module, layout.total, device, machine.engine, config.rounds * config.local.steps
+            data.train,
+            module,
+            layout.total,
+            device,
+            machine.engine,
+            config.rounds * config.local.steps,
+            plan.expected_cohort,
         ),
         mechanism=mechanism_for(config, plan.sampler, layout.total),
         server=config.server,
         averaging=config.averaging,
         ledger=keeper(ledger, Budget(plan.epsilon_target, plan.delta, config.accountant, config.rounds)),
-        forward=as_function(module, machine.half(device)),
+        forward=forward,
         layout=layout,
         local=config.local,
         methods=config.method,
@@ -112,23 +123,40 @@ def prepare(
         denoise=config.denoise,
         processes=ranks or Alone(),
     )
-    words = f"{protocol.engine}, {'bf16' if machine.half(device) else 'fp32'}"
+    words = f"{protocol.engine}, {'bf16' if half else 'fp32'}"
     if ranks is not None:
         ranks.ready(data.train, layout.total)
         words += f", {ranks}"
     return Setup(config, data, module, initial.to(device), protocol, rng, held_out(config, data), words)
 
 
+@functools.lru_cache(maxsize=4)
+def _forward(model: Any, shape: tuple[int, ...], classes: int, half: bool, device: torch.device) -> ModuleFunction:
+    """A named model as a function of its weights, the same object in all runs of a process: they share compiled code.
+
+    Its own weights are never read: a run's come as an argument.
+    """
+    return as_function(make_model(model, shape, classes, seed=0).to(device).train(), half)
+
+
 def load(config: Config, machine: Machine) -> Federation:
     """The configuration's data set, divided into training clients, validation clients and test data."""
-    return load_federation(
+    folder = machine.data_dir or os.environ.get("FEDBLUR_DATA")
+    return _load(
         config.dataset,
-        partition=config.partition,
-        clients=config.clients,
-        validation_share=config.validation_share,
-        seed=config.data_seed,
-        data_dir=machine.data_dir,
+        config.partition,
+        config.clients,
+        config.validation_share,
+        config.data_seed,
+        Path(folder) if folder else None,
     )
+
+
+@functools.lru_cache(maxsize=1)  # cells of a table share their data, and dividing them takes seconds
+def _load(
+    dataset: Any, partition: Any, clients: int | None, share: float, seed: int, data_dir: Path | None
+) -> Federation:
+    return load_federation(dataset, partition, clients, share, seed, data_dir)
 
 
 def plan_for(config: Config, clients: int, parameters: int) -> PrivacyPlan:

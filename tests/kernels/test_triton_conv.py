@@ -9,9 +9,22 @@ import torch.nn.functional as F
 pytestmark = pytest.mark.gpu
 
 
+def model_cases() -> list[tuple]:
+    """The convolutions of our own models: channels, outputs, side, kernel, stride, padding."""
+    shapes = [
+        (1, 32, 28, 3, 1, 0), (32, 64, 13, 3, 1, 0), (32, 64, 26, 3, 1, 0), (3, 32, 32, 3, 1, 0), (32, 64, 15, 3, 1, 0),
+        (1, 16, 28, 3, 1, 1), (16, 32, 14, 3, 1, 1), (32, 64, 7, 3, 1, 1), (32, 64, 14, 3, 1, 1), (64, 96, 7, 3, 1, 1),
+        (1, 24, 28, 5, 2, 2), (24, 32, 14, 3, 2, 1), (24, 32, 28, 3, 2, 1), (32, 64, 16, 3, 2, 1), (64, 64, 8, 3, 1, 1),
+        (3, 64, 32, 3, 1, 1), (64, 64, 32, 3, 1, 1), (64, 128, 32, 3, 2, 1), (128, 128, 16, 3, 1, 1),
+        (128, 256, 16, 3, 2, 1), (256, 256, 8, 3, 1, 1), (256, 512, 8, 3, 2, 1), (512, 512, 4, 3, 1, 1),
+        (64, 128, 32, 1, 2, 0), (128, 256, 16, 1, 2, 0), (256, 512, 8, 1, 2, 0),
+    ]  # fmt: skip
+    return [(2, 20, c, o, side, side, (k, k), (s, s), (p, p), (1, 1)) for c, o, side, k, s, p in shapes]
+
+
 def cases(count: int) -> list[tuple]:
     dice = random.Random(0)
-    chosen = []
+    chosen = model_cases()
     for _ in range(count):
         kernel = dice.choice([(3, 3), (1, 1), (5, 3), (7, 7)])
         chosen.append(
@@ -61,7 +74,11 @@ def errors(case: tuple, device: torch.device, dtype: torch.dtype) -> list[float]
 
 def pool_cases(count: int) -> list[tuple]:
     dice = random.Random(1)
-    chosen = []
+    chosen = [
+        (2, 20, 1, 32, 28, 28, (3, 3), (0, 0), True), (2, 20, 32, 64, 26, 26, (3, 3), (0, 0), True),
+        (2, 20, 3, 32, 32, 32, (3, 3), (0, 0), True), (2, 20, 1, 32, 28, 28, (3, 3), (1, 1), False),
+        (2, 20, 32, 64, 14, 14, (3, 3), (1, 1), False), (2, 20, 64, 96, 8, 8, (3, 3), (1, 1), False),
+    ]  # fmt: skip
     for _ in range(count):
         channels = dice.choice([1, 2, 3, 16, 20, 64])
         kernel = (3, 3) if channels == 3 else dice.choice([(3, 3), (1, 1), (2, 3)])

@@ -14,10 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 from fedblur.config import apply_overrides
-from fedblur.data.cache import cache_folder
+from fedblur.data.cache import cache_folder, read_cached
 from fedblur.data.federation import load_federation
+from fedblur.data.packed import export as write_packed
 from fedblur.data.raw import Dataset, Described, Generated
 from fedblur.data.summary import Summary, clients_to_see, label_counts, summarise
+from fedblur.errors import DataError
 from fedblur.registry import build, from_table, parts
 from fedblur.report.data_plot import check_suffix, draw_federation
 
@@ -76,6 +78,27 @@ def fetch(name: Name, data_dir: DataDir = None, set_: Set = None) -> None:
     where = f"packed in {cache_folder()}" if cached else f"not packed: {cache_folder()} cannot be written"
     again = "; give the same data folder when you train" if before == "in the data dir" else ""
     typer.echo(where + again)
+
+
+@app.command()
+def export(
+    name: Name,
+    to: Annotated[Path, typer.Argument(metavar="DIR", help="The files go to DIR/NAME.")],
+    data_dir: DataDir = None,
+    set_: Set = None,
+) -> None:
+    """Write a data set in a compact form of our own, for machines without the hub's library.
+
+    There, give --data-dir DIR. The files can be copied one by one; all of them are needed.
+    """
+    data = build("dataset", _request(name, None, set_).dataset)
+    source = data.source(data_dir) if isinstance(data, Dataset) else None
+    if source is None:
+        raise DataError(f"there is nothing to export: {name} is built in, or not in data_dir={str(data_dir)!r}")
+    with Console(stderr=True).status(f"packing {name} ..."):
+        written = write_packed(read_cached(name, source), to / name)
+    for path in written:
+        typer.echo(f"{path}  {path.stat().st_size / 2**20:.1f} MiB")
 
 
 @app.command()

@@ -1,8 +1,9 @@
-"""`fedblur table SPEC.toml`: run rows × axes, keep results, go on where it stopped, print mean ± std."""
+"""`fedblur table SPEC.toml ...`: run rows × axes, keep results, go on where it stopped, print mean ± std."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,17 +13,32 @@ from rich.console import Console
 
 from fedblur.commands.run import DataDir, Device, EngineOption, Json, PrecisionOption, Quiet, make_machine
 from fedblur.config import canonical
-from fedblur.experiments import Cell, aggregate, read_spec, run_table
+from fedblur.errors import ConfigError
+from fedblur.experiments import Cell, TimeLimit, aggregate, pending, run_cells
+from fedblur.forecast import Forecast, forecast
 from fedblur.report.progress import RunProgress
-from fedblur.report.table import render
+from fedblur.report.table import render, render_forecast
+from fedblur.results import Results, demand_folder
+from fedblur.spec import Spec, read_spec
 from fedblur.summary import SEEDED
 
 SEEDS = " (seeds make a table reproducible; leave the seed out to protect people)."
 
 
 def table(
-    path: Annotated[Path, typer.Argument(metavar="SPEC", help="A TOML file with [base], [axes] and [[rows]].")],
-    out: Annotated[Path | None, typer.Option(help="Where cells and results go (default: runs/SPEC-NAME).")] = None,
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="SPEC...", help="TOML files with [base], [axes] and [[rows]].")
+    ],
+    out: Annotated[Path | None, typer.Option(help="Where unfinished cells go (default: runs/SPEC-NAME).")] = None,
+    results: Annotated[Path | None, typer.Option(help="Where results go (default: as the file says, or OUT).")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="Only cells with this in their name.")
+    ] = None,
+    max_minutes: Annotated[float | None, typer.Option(help="Start no cell that would end later; stop at this.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List cells, noise, R and time; run nothing.")] = False,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of all cells, over the file's.")
+    ] = None,
     data_dir: DataDir = None,
     device: Device = "auto",
     engine: EngineOption = "auto",
@@ -30,25 +46,80 @@ def table(
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run a table of experiments and print mean ± standard deviation over seeds.
+    """Run tables of experiments and print mean ± standard deviation over seeds.
 
-    Results are small JSON files named by the hash of their cell: a table that was stopped goes on where it was, and a
-    changed setting computes only the cells that it changes.
+    Results are small JSON files that are found again by their settings: a table that was stopped goes on where it was,
+    a changed setting computes only the cells that it changes, and results of older settings are named as stale. Cells
+    of all files run in one process, by priority. --dry-run estimates for a GPU unless --device says otherwise.
     """
-    spec = read_spec(path)
-    folder = out or Path("runs") / path.stem
-    console = Console(stderr=True)
-    with TableProgress(len(spec.cells), quiet or json_, console) as progress:
-        results = run_table(spec, folder, make_machine(device, engine, data_dir, precision), progress.cell)
-    lines = aggregate(spec, results)
-    if json_:
-        typer.echo(json.dumps(json.loads(canonical({"title": spec.title, "lines": [asdict(line) for line in lines]}))))
+    specs = [read_spec(path, set_ or ()) for path in paths]
+    folder = out or _default_out(paths, specs)
+    store = _store(specs, results, folder)
+    if dry_run:
+        _show_forecasts([forecast(spec, store, "cuda" if device == "auto" else device) for spec in specs], json_)
         return
+    waiting = pending(specs, store.found, only or ())
+    cells = [cell for spec in specs for cell in spec.cells]
+    console = Console(stderr=True)
+    _warn(store, specs, console)
+    with TableProgress(len(cells), quiet or json_, console) as progress:
+        machine = make_machine(device, engine, data_dir, precision)
+        left = run_cells(waiting, store, folder / "cells", machine, progress.cell, cells, TimeLimit(max_minutes))
+    if left:
+        console.print(f"{len(left)} of {len(waiting)} cells are left for another time; run the same command again")
+    _show(specs, store, json_)
+
+
+def _default_out(paths: list[Path], specs: list[Spec]) -> Path:
+    """Tables that share results also share unfinished cells."""
+    return Path("runs") / (paths[0].resolve().parent.name if specs[0].results else paths[0].stem)
+
+
+def _store(specs: list[Spec], given: Path | None, out: Path) -> Results:
+    folders = {given or spec.results or out / "results" for spec in specs}
+    if len(folders) > 1:
+        raise ConfigError(
+            f"these tables keep results in {len(folders)} folders; run them one by one, or give --results"
+        )
+    folder = folders.pop()
+    demand_folder(folder)
+    return Results(folder)
+
+
+def _warn(store: Results, specs: list[Spec], console: Console) -> None:
+    cells = [cell for spec in specs for cell in spec.cells]
+    wanted, names = {cell.key: cell.config for cell in cells}, {cell.key: cell.name for cell in cells}
+    for stale in store.stale(wanted, names, [spec.name for spec in specs]):
+        console.print(f"{stale}; its cell is computed anew", markup=False, highlight=False, soft_wrap=True)
+
+
+def _show(specs: list[Spec], store: Results, as_json: bool) -> None:
+    tables = []
     output = Console()
-    output.print(render(spec.title, lines))
-    for sentence in _footer(results, spec.note):
-        output.print(sentence)
-    output.print(f"Results: {folder / 'results'}")
+    for spec in specs:
+        lines, found = aggregate(spec, store.found), _found(spec.cells, store)
+        tables.append({"title": spec.title, "lines": [asdict(line) for line in lines]})
+        if as_json or not found:
+            continue
+        output.print(render(spec.title, lines))
+        for sentence in _footer(found, spec.note):
+            output.print(sentence)
+        output.print(f"Results: {store.folder}\n" if len(specs) > 1 else f"Results: {store.folder}")
+    if as_json:
+        typer.echo(json.dumps(json.loads(canonical(tables[0] if len(tables) == 1 else {"tables": tables}))))
+
+
+def _show_forecasts(forecasts: list[Forecast], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(json.loads(canonical({"tables": [asdict(f) for f in forecasts]}))))
+        return
+    for each in forecasts:
+        Console().print(render_forecast(each))
+        Console().print(each.total + "\n", highlight=False)
+
+
+def _found(cells: Sequence[Cell], store: Results) -> list[dict[str, Any]]:
+    return [store.found[cell.key] for cell in cells if cell.key in store.found]
 
 
 class TableProgress:
@@ -73,21 +144,22 @@ class TableProgress:
     def cell(self, cell: Cell, index: int) -> RunProgress:
         """The watcher of the next cell."""
         self._close()
-        name = f"[{index + 1}/{self.cells}] {cell.group}, seed {cell.config.seed}"
+        name = f"[{index + 1}/{self.cells}] {cell.name}"
         self.current = RunProgress(cell.config.rounds, self.quiet, name, self.console).__enter__()
         return self.current
 
 
-def _footer(results: dict[str, dict[str, Any]], note: str) -> list[str]:
+def _footer(members: list[dict[str, Any]], note: str) -> list[str]:
     """What a reader of the table must know; taken from the results, so that it cannot be forgotten."""
-    members = list(results.values())
-    privacy = members[0]["privacy"]
     notes = sorted({member["data_note"] for member in members if member["data_note"]})
     warnings = sorted({member["privacy"]["warning"] for member in members if member["privacy"]["warning"]})
+    trust = sorted({member["privacy"]["trust_model"] for member in members})
+    privacy = members[0]["privacy"]
+    accountants = " and ".join(sorted({member["privacy"]["accountant"].upper() for member in members}))
     return [
         f"Final round, {members[0]['evaluated_on']} data; {members[0]['data']}, {members[0]['clients']} clients. "
-        f"δ = {privacy['delta']:.3g}, {privacy['accountant'].upper()}, {privacy['adjacency']}, {privacy['sampling']}. "
-        f"Trust: {privacy['trust_model']}. {privacy['tuning']}.",
+        f"δ = {privacy['delta']:.3g}, {accountants}, {privacy['adjacency']}, {privacy['sampling']}. "
+        f"Trust: {'; or '.join(trust)}. {privacy['tuning']}.",
         *notes,
         *([note] if note else []),
         *(f"{warning}{SEEDS if warning == SEEDED else '.'}" for warning in warnings),

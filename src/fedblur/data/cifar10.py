@@ -9,7 +9,7 @@ from typing import ClassVar
 from fedblur.data.cache import place_of, read_cached
 from fedblur.data.holdout import both_splits
 from fedblur.data.hub import hub_source
-from fedblur.data.raw import Dataset, Place, Raw
+from fedblur.data.raw import Dataset, Form, Place, Raw
 from fedblur.data.source import Source
 from fedblur.registry import register
 
@@ -23,13 +23,16 @@ class Cifar10(Dataset):
     default_clients: ClassVar[int | None] = 1000
     summary: ClassVar[str] = "32x32 colour images, 10 classes, 50,000 training images"
 
+    def form(self) -> Form:
+        return (3, 32, 32), 10
+
     def load(self, data_dir: Path | None) -> Raw:
-        stored = read_cached("cifar10", self._source(data_dir))
+        stored = read_cached("cifar10", self.source(data_dir))
         train, test = both_splits(stored, "cifar10")
         return Raw(train.samples(), test.samples(), owners=None, classes=stored.classes)
 
     def place(self, data_dir: Path | None) -> Place:
-        return place_of("cifar10", self._source(data_dir))
+        return place_of("cifar10", self.source(data_dir))
 
-    def _source(self, data_dir: Path | None) -> Source:
+    def source(self, data_dir: Path | None) -> Source:
         return hub_source("cifar10", "uoft-cs/cifar10", "RGB", data_dir)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fedblur.data.population import Samples
-from fedblur.data.raw import Dataset, Raw
+from fedblur.data.raw import Dataset, Form, Raw
 from fedblur.registry import register
 
 _SPLIT_SEED = 0  # public: the same test digits for everyone
@@ -24,6 +24,9 @@ class Digits(Dataset):
     default_partition: ClassVar[str] = "iid"
     default_clients: ClassVar[int | None] = 359
     summary: ClassVar[str] = "scikit-learn's 8x8 digits, 10 classes, 1,437 training images"
+
+    def form(self) -> Form:
+        return (1, 8, 8), 10
 
     def load(self, data_dir: Path | None) -> Raw:
         from sklearn.datasets import load_digits

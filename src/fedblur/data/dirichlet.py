@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from fedblur.data.partition import Partition, check_fit, check_samples_per_clien
 from fedblur.errors import ConfigError
 from fedblur.registry import register
 
+_LEAST_WEIGHT = 1e-6  # of a class without samples: Dir needs something, and its pool is empty
 _NO_MASS = 1e-200  # below this a Dirichlet mix has underflowed and says nothing about the classes that are left
 
 
@@ -34,6 +36,7 @@ class Dirichlet(Partition):
 
     alpha: float = 1.0
     samples_per_client: int | None = None  # None: as many as all clients can have
+    centre: Literal["uniform", "labels"] = "uniform"  # what mixes scatter around: all classes alike, or the data's own
 
     def __post_init__(self) -> None:
         _check_alpha("dirichlet", self.alpha)
@@ -43,7 +46,8 @@ class Dirichlet(Partition):
         check_fit(len(labels), clients, self.samples_per_client or 1)
         size = self.samples_per_client or len(labels) // clients
         left = np.bincount(labels.numpy())  # [classes]
-        mixes = rng.dirichlet(np.full(len(left), self.alpha), clients)  # [clients, classes]
+        weights = np.ones(len(left)) if self.centre == "uniform" else len(left) * left / left.sum()
+        mixes = rng.dirichlet(self.alpha * np.maximum(weights, _LEAST_WEIGHT), clients)  # [clients, classes]
         counts = np.empty((clients, len(left)), dtype=np.int64)
         for client in range(clients):
             counts[client] = _draw(mixes[client], size, left, rng)

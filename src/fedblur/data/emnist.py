@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from fedblur.data.cache import place_of, read_cached
-from fedblur.data.emnist_archives import find_archive
+from fedblur.data.emnist_archives import CLASSES, find_archive
 from fedblur.data.holdout import check_share, only_split, train_and_test
 from fedblur.data.hub import local_folder
-from fedblur.data.raw import Dataset, Place, Raw
+from fedblur.data.packed import packed_folder
+from fedblur.data.raw import Dataset, Form, Place, Raw
 from fedblur.data.source import Source, data_folder
 from fedblur.errors import DataError
 from fedblur.registry import register
@@ -35,8 +36,11 @@ class Emnist(Dataset):
     def __post_init__(self) -> None:
         check_share("dataset.emnist.test_share", self.test_share)
 
+    def form(self) -> Form:
+        return (1, 28, 28), CLASSES[self.split]
+
     def load(self, data_dir: Path | None) -> Raw:
-        source = self._source(data_dir)
+        source = self.source(data_dir)
         if source is None:
             raise DataError(
                 f"emnist {self.split} is not here: put gzip.zip or matlab.zip from NIST's EMNIST page "
@@ -52,10 +56,13 @@ class Emnist(Dataset):
         return Raw(train.samples(), test.samples(), train.writers, stored.classes, note, made_up)
 
     def place(self, data_dir: Path | None) -> Place:
-        source = self._source(data_dir)
+        source = self.source(data_dir)
         return "needs fetch" if source is None else place_of(f"emnist-{self.split}", source)
 
-    def _source(self, data_dir: Path | None) -> Source | None:
-        parquet = local_folder("emnist", "L", data_dir) if self.split == "byclass" else None
+    def source(self, data_dir: Path | None) -> Source | None:
         folder = data_folder(data_dir)
-        return parquet or (None if folder is None else find_archive(folder, self.split))
+        if self.split == "byclass":
+            own = packed_folder("emnist", data_dir) or local_folder("emnist", "L", data_dir)
+            if own is not None:
+                return own
+        return None if folder is None else find_archive(folder, self.split)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from fedblur.data.source import Source, Split, Stored, fingerprint
 from fedblur.errors import DataError
 
-_CLASSES = {"byclass": 62, "bymerge": 47, "balanced": 47, "letters": 26, "digits": 10, "mnist": 10}
+CLASSES = {"byclass": 62, "bymerge": 47, "balanced": 47, "letters": 26, "digits": 10, "mnist": 10}
 _FIRST_LABEL = {"letters": 1}
 _BROKEN = (
     OSError,
@@ -73,7 +73,7 @@ class MatArchive:
             splits = {name: self._split(root[name][0, 0]) for name in ("train", "test")}
         except (*_BROKEN, MatReadError) as error:
             raise _broken(self.file, error) from None
-        return Stored(splits, _CLASSES[self.split])
+        return Stored(splits, CLASSES[self.split])
 
     def _split(self, table: np.void) -> Split:
         writers = None
@@ -101,7 +101,7 @@ class IdxArchive:
             test = _split_of(arrays[2], arrays[3], None, self.split)
         except _BROKEN as error:
             raise _broken(self.files[0], error) from None
-        return Stored({"train": train, "test": test}, _CLASSES[self.split])
+        return Stored({"train": train, "test": test}, CLASSES[self.split])
 
     def _array(self, position: int, name: str) -> NDArray[np.uint8]:
         file = self.files[position % len(self.files)]  # the zip holds all four
@@ -145,7 +145,7 @@ def _read_idx(content: bytes) -> NDArray[np.uint8]:
 def _split_of(images: NDArray[Any], labels: NDArray[Any], writers: NDArray[Any] | None, split: str) -> Split:
     upright = np.ascontiguousarray(images.transpose(0, 2, 1)[:, None]).astype(np.uint8, copy=False)  # [n, 1, 28, 28]
     y = labels.ravel().astype(np.int64) - _FIRST_LABEL.get(split, 0)
-    if len(upright) != len(y) or not 0 <= y.min() <= y.max() < _CLASSES[split]:
+    if len(upright) != len(y) or not 0 <= y.min() <= y.max() < CLASSES[split]:
         raise ValueError(f"{len(upright)} images, {len(y)} labels, classes {y.min()} to {y.max()}")
     by = None if writers is None else torch.from_numpy(writers.astype(np.int64))
     return Split(torch.from_numpy(upright), torch.from_numpy(y), by)

@@ -17,7 +17,7 @@ from torch import Tensor
 from fedblur.data.cache import place_of, read_cached
 from fedblur.data.holdout import check_share, only_split, train_and_test, with_many_samples
 from fedblur.data.hub import hub_source
-from fedblur.data.raw import Dataset, Place, Raw
+from fedblur.data.raw import Dataset, Form, Place, Raw
 from fedblur.data.source import Source, Stored
 from fedblur.errors import ConfigError, DataError
 from fedblur.registry import register
@@ -40,8 +40,11 @@ class Femnist(Dataset):
             raise ConfigError(f"dataset.femnist.min_samples={self.min_samples} must be at least 1")
         check_share("dataset.femnist.test_share", self.test_share)
 
+    def form(self) -> Form:
+        return (1, 28, 28), 62
+
     def load(self, data_dir: Path | None) -> Raw:
-        stored = self._of_known_writers(read_cached("femnist", self._source(data_dir)))
+        stored = self._of_known_writers(read_cached("femnist", self.source(data_dir)))
         train, test = train_and_test(stored, self.test_share)
         note = f"writers with at least {self.min_samples} images"
         if only_split(stored) is not None:
@@ -64,9 +67,9 @@ class Femnist(Dataset):
         return Stored({**stored.splits, main: kept}, stored.classes)
 
     def place(self, data_dir: Path | None) -> Place:
-        return place_of("femnist", self._source(data_dir))
+        return place_of("femnist", self.source(data_dir))
 
-    def _source(self, data_dir: Path | None) -> Source:
+    def source(self, data_dir: Path | None) -> Source:
         return hub_source("femnist", "flwrlabs/femnist", "L", data_dir)
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedblur.data.packed import packed_folder
 from fedblur.data.source import Source, Split, Stored, data_folder, fingerprint
 from fedblur.errors import DataError
 
@@ -85,7 +86,7 @@ class HubName:
 
 def hub_source(name: str, hub_name: str, mode: Mode, data_dir: Path | None) -> Source:
     """The user's own copy when there is one, else the hub."""
-    return local_folder(name, mode, data_dir) or HubName(name, hub_name, mode)
+    return packed_folder(name, data_dir) or local_folder(name, mode, data_dir) or HubName(name, hub_name, mode)
 
 
 def local_folder(name: str, mode: Mode, data_dir: Path | None) -> HubFolder | None:

@@ -13,7 +13,7 @@ from typing import ClassVar
 from fedblur.data.cache import place_of, read_cached
 from fedblur.data.holdout import both_splits
 from fedblur.data.hub import hub_source
-from fedblur.data.raw import Dataset, Place, Raw
+from fedblur.data.raw import Dataset, Form, Place, Raw
 from fedblur.data.source import Source
 from fedblur.registry import register
 
@@ -27,14 +27,17 @@ class Mnist(Dataset):
     default_clients: ClassVar[int | None] = 1000
     summary: ClassVar[str] = "28x28 handwritten digits, 10 classes, 60,000 training images"
 
+    def form(self) -> Form:
+        return (1, 28, 28), 10
+
     def load(self, data_dir: Path | None) -> Raw:
-        stored = read_cached("mnist", self._source(data_dir))
+        stored = read_cached("mnist", self.source(data_dir))
         train, test = both_splits(stored, "mnist")
         made_up = "synthetic users, not writers"
         return Raw(train.samples(), test.samples(), train.writers, stored.classes, made_up_note=made_up)
 
     def place(self, data_dir: Path | None) -> Place:
-        return place_of("mnist", self._source(data_dir))
+        return place_of("mnist", self.source(data_dir))
 
-    def _source(self, data_dir: Path | None) -> Source:
+    def source(self, data_dir: Path | None) -> Source:
         return hub_source("mnist", "ylecun/mnist", "L", data_dir)

@@ -14,8 +14,10 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from fedblur.data.population import Federation, Samples
+from fedblur.data.source import Source
 
 Place = Literal["built in", "cached", "in the data dir", "needs fetch"]
+Form = tuple[tuple[int, ...], int]
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,10 @@ class Described(ABC):
     default_clients: ClassVar[int | None]  # training clients of made-up partitions; None: the user must say
     summary: ClassVar[str]  # one line for `fedblur data list`
 
+    def form(self) -> Form | None:
+        """Shape of a sample and number of classes, where they are known without loading."""
+        return None
+
     def place(self, data_dir: Path | None) -> Place:
         """Where the samples would come from, without loading them."""
         return "built in"
@@ -49,6 +55,10 @@ class Dataset(Described):
     @abstractmethod
     def load(self, data_dir: Path | None) -> Raw:
         """All samples; DataError with the way out when they are not here."""
+
+    def source(self, data_dir: Path | None) -> Source | None:
+        """Where the samples are read from; None: they come with the library, or are not here."""
+        return None
 
 
 class Generated(Described):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedblur.data.population import Federation, Samples, Shard
-from fedblur.data.raw import Generated
+from fedblur.data.raw import Form, Generated
 from fedblur.errors import ConfigError
 from fedblur.registry import register
 from fedblur.rng import Seeded
@@ -53,6 +53,9 @@ class Synthetic(Generated):
             )
         if self.held_out_clients < 1:
             raise ConfigError(f"dataset.synthetic.held_out_clients={self.held_out_clients} must be at least 1")
+
+    def form(self) -> Form:
+        return (_FEATURES,), _CLASSES
 
     def federation(self, clients: int, validation_share: float, seed: int) -> Federation:
         streams = Seeded.root(seed).child("synthetic")

@@ -1,7 +1,7 @@
 """One device: a block of clients at once under `vmap`, or one client after another in the calling thread.
 
-Blocks are as large as memory allows: when it runs out, the block is halved and the work goes on. On a GPU a block is
-filled up with empty clients to a multiple of a few, so that compiled code meets few different sizes.
+Blocks are as large as memory allows: when it runs out, the block is halved and the work goes on. Where code is
+compiled, a block is filled up with empty clients to one of a few sizes, since every size is compiled anew.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class LocalEngine:
         vectorise: bool,
         block_size: int,
         compiled: bool = False,
-        multiple: int = 1,
+        sizes: tuple[int, ...] = (),
     ) -> None:
         self.population = population
         self.device = device
         self.vectorise = vectorise
         self.block_size = block_size
         self.compiled = compiled
-        self.multiple = multiple
+        self.sizes = sizes
 
     def __repr__(self) -> str:
         how = "vectorised" if self.vectorise else "sequential"
@@ -69,7 +69,7 @@ class LocalEngine:
             waiting = waiting[len(chosen) :]
 
     def _train(self, job: ClientJob, shard: Shard, ids: Tensor, chosen: Tensor, rng: Rng) -> Block:
-        fill = -len(chosen) % self.multiple
+        fill = next((size for size in self.sizes if size >= len(chosen)), len(chosen)) - len(chosen)
         part = Shard(shard.x, shard.y, pad(shard.starts[chosen], (0, fill)), pad(shard.sizes[chosen], (0, fill)))
         names = pad(ids[chosen], (0, fill), value=-1)
         work = plan_work(part, names, job.local.steps, job.local.batch_size, rng, self.device)

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 PROGRAMS = 4 * 132  # enough to fill an H100 or H200 a few times over
+# Not to be specialised by Triton: with constant sides Triton 3.6 compiled wrong addresses for some strides
+# and paddings (even out_w, stride 2, padding 2: every value wrong), though its interpreter is right.
+SIZES = ("batch", "height", "width", "out_h", "out_w", "stride_rows")
 MAX_PATCH = 64  # values of an input patch that one tile holds
 
 
@@ -41,12 +44,14 @@ class Geometry:
         plain = self.stride == (1, 1) and self.dilation == (1, 1) and min(self.out_size) >= 2
         return plain and (self.channels >= 16 or self.pool_patch <= MAX_PATCH)
 
+    @property
+    def sides(self) -> tuple[int, int, int, int]:
+        return self.height, self.width, *self.out_size
+
     def constants(self) -> dict[str, int]:
-        """What kernels are specialised to: divisions by these become multiplications."""
+        """What kernels are specialised to."""
         (kh, kw), (sh, sw), (ph, pw), (dh, dw) = self.kernel, self.stride, self.padding, self.dilation
-        out_h, out_w = self.out_size
-        sides = {"height": self.height, "width": self.width, "out_h": out_h, "out_w": out_w}
-        return sides | {"KH": kh, "KW": kw, "SH": sh, "SW": sw, "PH": ph, "PW": pw, "DH": dh, "DW": dw}
+        return {"KH": kh, "KW": kw, "SH": sh, "SW": sw, "PH": ph, "PW": pw, "DH": dh, "DW": dw}
 
 
 class Tiles(NamedTuple):

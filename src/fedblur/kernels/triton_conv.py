@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fedblur.kernels.geometry import Geometry, Tiles, tile
+from fedblur.kernels.geometry import SIZES, Geometry, Tiles, tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _forward_kernel(
     x, w, bias, y, batch, channels, outputs,
-    height: tl.constexpr, width: tl.constexpr, out_h: tl.constexpr, out_w: tl.constexpr,
+    height, width, out_h, out_w,
     KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     DH: tl.constexpr, DW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     FLAT: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, BIAS: tl.constexpr,
@@ -67,10 +67,10 @@ def _forward_kernel(
     tl.store(y + target, acc.to(y.dtype.element_ty), mask=(m < rows)[:, None] & (n < outputs)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _input_grad_kernel(
     gy, w, gx, batch, channels, outputs,
-    height: tl.constexpr, width: tl.constexpr, out_h: tl.constexpr, out_w: tl.constexpr,
+    height, width, out_h, out_w,
     KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     DH: tl.constexpr, DW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -141,7 +141,7 @@ def forward(x: Tensor, w: Tensor, bias: Tensor | None, g: Geometry) -> Tensor:
     grid = (triton.cdiv(g.batch * out_h * out_w, bm), triton.cdiv(g.outputs, bn), g.clients)
     _forward_kernel[grid](
         x, w, w if bias is None else bias, y, g.batch, g.channels, g.outputs,
-        **g.constants(),
+        *g.sides, **g.constants(),
         BM=bm, BN=bn, BK=bk, FLAT=g.channels < 16, C=g.channels, PRECISION=_precision(x), BIAS=bias is not None,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
@@ -154,7 +154,7 @@ def input_grad(gy: Tensor, w: Tensor, g: Geometry) -> Tensor:
     bm, bn, bk, warps, stages = input_grad_tiles(g)
     grid = (triton.cdiv(g.batch * g.height * g.width, bm), triton.cdiv(g.channels, bn), g.clients)
     _input_grad_kernel[grid](
-        gy, w, gx, g.batch, g.channels, g.outputs, **g.constants(),
+        gy, w, gx, g.batch, g.channels, g.outputs, *g.sides, **g.constants(),
         BM=bm, BN=bn, BK=bk, PRECISION=_precision(gy), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return gx

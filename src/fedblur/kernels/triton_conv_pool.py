@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fedblur.kernels.geometry import MAX_PATCH, PROGRAMS, Geometry, Tiles, tile
+from fedblur.kernels.geometry import MAX_PATCH, PROGRAMS, SIZES, Geometry, Tiles, tile
 from fedblur.kernels.triton_weight_grad import added
 
 
@@ -26,10 +26,10 @@ def _compete(acc, best, winner, number: tl.constexpr):
     return tl.where(better, acc, best), tl.where(better, number, winner)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _forward_kernel(
     x, w, bias, y, where, batch, channels, outputs,
-    height: tl.constexpr, width: tl.constexpr, out_h: tl.constexpr, out_w: tl.constexpr,
+    height, width, out_h, out_w,
     KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PATCH: tl.constexpr, C: tl.constexpr,
     BIAS: tl.constexpr, RELU: tl.constexpr,
@@ -86,10 +86,10 @@ def _forward_kernel(
     tl.store(where + target, winner.to(tl.uint8), mask=kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _input_grad_kernel(
     gy, where, w, gx, batch, channels, outputs,
-    height: tl.constexpr, width: tl.constexpr, out_h: tl.constexpr, out_w: tl.constexpr,
+    height, width, out_h, out_w,
     KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -133,10 +133,10 @@ def _of_winner(g, won, number: tl.constexpr):
     return tl.trans(tl.where(won == number, g, tl.zeros_like(g)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _weight_grad_kernel(
     gy, where, x, parts, sums, batch, channels, outputs, splits, stride_rows, wide,
-    height: tl.constexpr, width: tl.constexpr, out_h: tl.constexpr, out_w: tl.constexpr,
+    height, width, out_h, out_w,
     KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     BO: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PATCH: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip

@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fedblur.kernels.geometry import PROGRAMS, Geometry, Tiles, tile
+from fedblur.kernels.geometry import PROGRAMS, SIZES, Geometry, Tiles, tile
 
 
 @triton.jit
 def _tap_tile(
     x, image, top, left, known, c, channels, tap,
-    height: tl.constexpr, width: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
+    height, width, KH: tl.constexpr, KW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
 ):  # fmt: skip
     """What one tap of the kernel sees: x at every output pixel's position moved by the tap."""
     ih, iw = top + (tap // KW) * DH, left + (tap % KW) * DW
@@ -26,10 +26,10 @@ def _tap_tile(
     return tl.load(x + at[:, None] + c[None, :], mask=inside[:, None] & (c < channels)[None, :], other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _weight_grad_kernel(
     gy, x, parts, sums, batch, channels, outputs, splits, stride_rows,
-    height: tl.constexpr, width: tl.constexpr, out_h: tl.constexpr, out_w: tl.constexpr,
+    height, width, out_h, out_w,
     KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     DH: tl.constexpr, DW: tl.constexpr, BO: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TAPS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -82,10 +82,10 @@ def _weight_grad_kernel(
         tl.store(parts + place + 2 * channels, acc2, mask=kept & (tap + 2 < KH * KW))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _narrow_kernel(
     gy, x, parts, sums, batch, outputs, splits, stride_rows,
-    height: tl.constexpr, width: tl.constexpr, out_h: tl.constexpr, out_w: tl.constexpr,
+    height, width, out_h, out_w,
     KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     DH: tl.constexpr, DW: tl.constexpr, BO: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -154,12 +154,12 @@ def weight_grad(gy: Tensor, x: Tensor, g: Geometry) -> tuple[Tensor, Tensor]:
     precision = "ieee" if gy.dtype == torch.float32 else "tf32"  # no meaning for bf16
     if narrow:
         _narrow_kernel[grid](
-            gy, x, parts, sums, g.batch, g.outputs, splits, stride_rows, **g.constants(),
+            gy, x, parts, sums, g.batch, g.outputs, splits, stride_rows, *g.sides, **g.constants(),
             BO=bo, BN=bn, BK=bk, C=g.channels, PRECISION=precision, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     else:
         _weight_grad_kernel[grid](
-            gy, x, parts, sums, g.batch, g.channels, g.outputs, splits, stride_rows, **g.constants(),
+            gy, x, parts, sums, g.batch, g.channels, g.outputs, splits, stride_rows, *g.sides, **g.constants(),
             BO=bo, BN=bn, BK=bk, TAPS=taps, PRECISION=precision, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return added(parts).to(gy.dtype), added(sums).to(gy.dtype)

@@ -31,6 +31,12 @@ class Method:
         """How many copies of each sample a step sees; `view` makes them differ."""
         return 1
 
+    @property
+    def steers_steps(self) -> bool:
+        """Whether local steps differ with this method; if not, they are compiled without it and shared."""
+        hooks = ("views", "view", "adjust", "wrap_gradient", "gradient_term", "after_step")
+        return any(getattr(type(self), hook) is not getattr(Method, hook) for hook in hooks)
+
     def check(self, local: LocalTraining) -> None:
         """Refuse settings that do not fit the local training."""
 

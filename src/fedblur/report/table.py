@@ -8,6 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from fedblur.experiments import Line
+from fedblur.forecast import Forecast
 
 
 def render(title: str, lines: Sequence[Line]) -> Table:
@@ -39,5 +40,26 @@ def render(title: str, lines: Sequence[Line]) -> Table:
             f"{line.noise_multiplier:.3f}",
             f"{line.epsilon:.3f}",
             "–" if line.clipped is None else f"{100 * line.clipped:.0f} %",
+        )
+    return table
+
+
+def render_forecast(forecast: Forecast) -> Table:
+    """Cells in the order in which they would run."""
+    table = Table(title=forecast.title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    axes = list(dict.fromkeys(name for cell in forecast.cells for name in cell.axes))
+    table.add_column("", no_wrap=True)
+    for name in [*axes, "seed", "order", "rounds", "noise σ", "R", "time"]:
+        table.add_column(name.replace(".", ".\n"), justify="right")
+    for cell in forecast.cells:
+        table.add_row(
+            cell.name,
+            *("–" if name not in cell.axes else str(cell.axes[name]) for name in axes),
+            "–" if cell.seed is None else str(cell.seed),
+            str(cell.priority),
+            str(cell.rounds),
+            "unknown" if cell.noise_multiplier is None else f"{cell.noise_multiplier:.3f}",
+            "–" if cell.signal_to_noise is None else f"{cell.signal_to_noise:.2f}",
+            ("done, " if cell.done else "") + ("unknown" if cell.seconds is None else f"{cell.seconds:.0f} s"),
         )
     return table

@@ -42,7 +42,7 @@ def reserve(population: Population, settings: Voting, seed: int) -> Pool:
     """Divide the training clients into voters and a pool, by lot."""
     lots = Seeded.root(seed).child("voting")
     total = population.clients
-    count = max(1, round(settings.pool_share * total))
+    count = reserved_clients(total, settings)
     if count >= total:
         raise ConfigError(
             f"method.{settings.part_name}.pool_share={settings.pool_share} of {total} clients leaves none to vote"
@@ -53,6 +53,11 @@ def reserve(population: Population, settings: Voting, seed: int) -> Pool:
     voters = torch.sort(order[count:]).values
     by_size = torch.argsort(population.fetch(voters).sizes, stable=True)
     return Pool(x, count, voters[by_size], *_counts(settings, len(x)))
+
+
+def reserved_clients(clients: int, settings: Voting) -> int:
+    """How many clients do not vote."""
+    return max(1, round(settings.pool_share * clients))
 
 
 def _unlabelled(shard: Shard) -> Tensor:

@@ -1,0 +1,117 @@
+"""A table of a paper as data: base + axes + rows, expanded into cells by code (DESIGN §7).
+
+results = "results"        # where results are kept, from this file's folder; tables of one paper share them
+[base]                     # the shared configuration
+[axes]                     # cartesian; `seed` is averaged over, the others make the rows of the printed table
+[[rows]]                   # what is compared: a label and what differs from the base. A label may come again with
+                           # other `axes` of its own; `priority` says what is run first (1 before 2, 5 if not said)
+[expected]                 # a paper's figures, "LABEL | axis=value" = accuracy in percent, printed beside ours
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from fedblur.config import Config, apply_overrides, config_hash, from_dict, read_toml
+from fedblur.errors import ConfigError, nearest
+
+_SECTIONS = {"title", "note", "results", "base", "axes", "rows", "expected"}
+_ROW = {"label", "axes", "priority"}  # the other keys of a row are settings
+_PRIORITY = 5
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a table."""
+
+    label: str
+    axes: dict[str, Any]
+    config: Config
+    table: str = ""
+    priority: int = _PRIORITY  # what decides most is run first
+
+    @property
+    def key(self) -> str:
+        return config_hash(self.config)
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The axes that make rows of the printed table; seeds are averaged over."""
+        return {name: value for name, value in self.axes.items() if name != "seed"}
+
+    @property
+    def group(self) -> str:
+        """The printed row that this cell belongs to: `LABEL | epsilon=2`."""
+        return " | ".join([self.label, *(f"{name}={value}" for name, value in self.shown.items())])
+
+    @property
+    def name(self) -> str:
+        """`table1: LABEL | epsilon=2 | seed=0`."""
+        seed = f" | seed={self.config.seed}" if self.config.seed is not None else ""
+        return f"{self.table}: {self.group}{seed}"
+
+    def fits(self, patterns: Iterable[str]) -> bool:
+        """Whether one of the patterns is found in the name; * stands for anything. No pattern: all fit."""
+        wanted = list(patterns)
+        return not wanted or any(fnmatchcase(self.name, f"*{pattern}*") for pattern in wanted)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A table to be computed."""
+
+    name: str
+    title: str
+    note: str
+    cells: tuple[Cell, ...]
+    expected: dict[str, float]
+    results: Path | None = None  # a folder that the file names
+
+
+def read_spec(path: Path, overrides: Iterable[str] = ()) -> Spec:
+    """Expand a TOML file into cells; every configuration is checked before the first one runs."""
+    table = read_toml(path)
+    unknown = next((key for key in table if key not in _SECTIONS), None)
+    if unknown is not None:
+        raise ConfigError(f"{path}: unknown section {unknown!r}: {nearest(unknown, _SECTIONS)}")
+    cells: dict[tuple[str, str], Cell] = {}
+    for row in table.get("rows") or [{"label": "run"}]:
+        for cell in _expand(path.stem, table.get("base", {}), table.get("axes", {}), row, list(overrides)):
+            cells.setdefault((cell.name, cell.key), cell)  # a row that comes again may overlap
+    expected = table.get("expected", {})
+    stray = next((key for key in expected if key not in {cell.group for cell in cells.values()}), None)
+    if stray is not None:
+        raise ConfigError(
+            f"{path}: expected {stray!r} is no row of the table: {nearest(stray, (c.group for c in cells.values()))}"
+        )
+    results = path.parent / table["results"] if "results" in table else None
+    return Spec(
+        path.stem, table.get("title", path.stem), table.get("note", ""), tuple(cells.values()), expected, results
+    )
+
+
+def _expand(
+    table: str, base: Mapping[str, Any], axes: Mapping[str, list[Any]], row: Mapping[str, Any], overrides: list[str]
+) -> Iterator[Cell]:
+    if not isinstance(row.get("label"), str):
+        raise ConfigError(f"each of [[rows]] needs a label; {dict(row)!r} has none")
+    axes, priority = row.get("axes", axes), row.get("priority", _PRIORITY)
+    for name, values in axes.items():
+        if not isinstance(values, list) or not values:
+            raise ConfigError(f"axes.{name}={values!r} must be a list of at least one value")
+    if not isinstance(priority, int):
+        raise ConfigError(f"priority={priority!r} of row {row['label']!r} must be a whole number")
+    merged = {**base, **{key: value for key, value in row.items() if key not in _ROW}}
+    for point in itertools.product(*axes.values()):
+        chosen = dict(zip(axes, point, strict=True))
+        settings = apply_overrides(merged, [])
+        for name, value in chosen.items():  # dotted axes reach into parts: "method.blur.strength" = [0, 0.4]
+            written = json.dumps(value).replace("Infinity", "inf")  # as TOML has it
+            settings = apply_overrides(settings, [f"{name}={written}"]) if "." in name else settings | {name: value}
+        yield Cell(row["label"], chosen, from_dict(apply_overrides(settings, overrides)), table, priority)

@@ -1,0 +1,105 @@
+"""The paper's tables and figures: every file is complete, and a two-round version of each runs on tiny data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedblur.data.packed import export
+from fedblur.data.source import Split, Stored
+from fedblur.experiments import Cell, read_spec, run_cells
+from fedblur.forecast import forecast
+from fedblur.results import Results
+from fedblur.setup import Machine
+
+PAPER = Path(__file__).resolve().parents[2] / "papers" / "cheng2022"
+FILES = sorted(PAPER.glob("*.toml"))
+SETTINGS = ["rounds=2", "local.steps=2", "local.batch_size=2", "sample_rate=0.08", "delta=1e-5"]
+
+
+def _split(samples: int, shape: tuple[int, ...], classes: int, writers: int | None = None) -> Split:
+    generator = torch.Generator().manual_seed(samples)
+    x = torch.randint(0, 256, (samples, *shape), generator=generator, dtype=torch.uint8)
+    owners = None if writers is None else torch.arange(samples) % writers
+    return Split(x, torch.arange(samples) % classes, owners)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The three data sets in their real shapes, a few random images each, in the form that travels."""
+    folder = tmp_path_factory.mktemp("tiny")
+    grey, colour = (1, 28, 28), (3, 32, 32)
+    export(Stored({"train": _split(186, grey, 62), "test": _split(8, grey, 62)}, 62), folder / "emnist")
+    export(Stored({"train": _split(600, grey, 62, writers=30)}, 62), folder / "femnist")
+    export(Stored({"train": _split(100, colour, 10), "test": _split(8, colour, 10)}, 10), folder / "cifar10")
+    return folder
+
+
+def _small(cell: Cell) -> Cell:
+    if cell.config.voting is None:
+        return cell
+    voting = replace(cell.config.voting, queries=4, teacher_steps=2, student_steps=4)
+    return replace(cell, config=replace(cell.config, method=(voting,)))
+
+
+def _cells(path: Path) -> list[Cell]:
+    """One cell for each label; one alone for the large model."""
+    writers = "femnist" in path.name
+    size = ["clients=24"] if writers else ["clients=25", "partition.samples_per_client=2"]
+    spec = read_spec(path, [*SETTINGS, *size])
+    first = {cell.label: _small(cell) for cell in reversed(spec.cells)}
+    return [first["BLUR" if "blur" in path.name else "BLUR + LUS"]] if "resnet" in path.name else list(first.values())
+
+
+def test_files__every_table_and_figure_of_the_paper_has_one() -> None:
+    wanted = {"table1", "table2", "table3", "fig-blur", "fig-norms", "fig-steps", "fig-sampling"}
+    assert wanted <= {path.stem for path in FILES}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_file__runs_two_rounds(path: Path, tiny: Path, tmp_path: Path) -> None:
+    cells, results = _cells(path), Results(tmp_path / "results")
+    left = run_cells(cells, results, tmp_path / "cells", Machine(device="cpu", data_dir=tiny))
+    assert not left
+    assert set(results.found) == {cell.key for cell in cells}
+    for result in results.found.values():
+        assert 0 <= result["accuracy"] <= 1
+        assert result["privacy"]["warning"] == "NOT PRIVATE: seeded"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_file__says_what_a_reader_must_know(path: Path) -> None:
+    spec = read_spec(path)
+    assert spec.results == PAPER / "results"
+    made_up = "synthetic" in spec.title and "ynthetic" in spec.note
+    assert made_up or ("real writers" in spec.title and "Real writers" in spec.note)
+    for cell in spec.cells:
+        config = cell.config
+        assert config.seed is not None
+        assert config.delta == "1/N"
+        full = {"emnist": 1000, "femnist": 1000, "cifar10": 300}[config.dataset.part_name]
+        assert config.rounds == full or "instead of" in spec.title + spec.note
+        printed = config.server.part_name == "sgd" and config.server.learning_rate == 1.0
+        assert printed == ("s printed" in spec.note or "all else as printed" in spec.note), "never mixed"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_file__can_be_planned_without_data(path: Path, tmp_path: Path) -> None:
+    plan = forecast(read_spec(path), Results(tmp_path), "cuda")
+    assert plan.cells
+    for cell in plan.cells:
+        assert cell.noise_multiplier is not None
+        assert cell.noise_multiplier > 0.3
+    assert "minutes" in plan.total
+
+
+def test_sigma__of_table_1_is_that_of_the_brief(tmp_path: Path) -> None:
+    plan = forecast(read_spec(PAPER / "table1.toml"), Results(tmp_path), "cuda")
+    found = {cell.axes["epsilon"]: cell for cell in plan.cells if cell.name == "DP-FedAvg"}
+    sigmas, ratios = {2: 2.178, 4: 1.348, 6: 1.068, 8: 0.924}, {2: 1.96, 4: 3.16, 6: 3.99, 8: 4.61}
+    for epsilon, sigma in sigmas.items():
+        assert found[epsilon].noise_multiplier == pytest.approx(sigma, abs=1e-3)
+        assert found[epsilon].signal_to_noise == pytest.approx(ratios[epsilon], abs=0.01)

@@ -1,0 +1,140 @@
+"""Results are found by their settings: shared, resumed, never used when stale. Time limits hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fedblur import experiments
+from fedblur.cli import app
+from fedblur.experiments import TimeLimit, pending, run_cells
+from fedblur.results import Results
+from fedblur.setup import Machine
+from fedblur.spec import read_spec
+
+SPEC = """
+title = "one"
+results = "kept"
+[base]
+rounds = 3
+sample_rate = 0.1
+[[rows]]
+label = "BLUR"
+method = ["blur"]
+axes = { epsilon = [8, 2], seed = [0] }
+[[rows]]
+label = "DP-FedAvg"
+priority = 1
+axes = { epsilon = [2], seed = [0, 1] }
+[[rows]]
+label = "BLUR"
+method = ["blur"]
+priority = 2
+axes = { epsilon = [2], seed = [0] }
+"""
+
+
+def _write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def _run(path: Path, *options: str) -> str:
+    out = ["--out", str(path.parent / "runs"), "--quiet"]
+    result = CliRunner().invoke(app, ["table", str(path), *out, *options])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_spec__rows_of_one_label_may_have_axes_and_priorities_of_their_own(tmp_path: Path) -> None:
+    spec = read_spec(_write(tmp_path, "a.toml", SPEC))
+    assert len(spec.cells) == 4
+    order = [cell.name for cell in pending([spec], {})]
+    assert order[:2] == ["a: DP-FedAvg | epsilon=2 | seed=0", "a: DP-FedAvg | epsilon=2 | seed=1"]
+
+
+def test_results__are_shared_by_tables_and_carry_what_a_reader_needs(tmp_path: Path) -> None:
+    first = _write(tmp_path, "a.toml", SPEC)
+    _run(first)
+    results = Results(tmp_path / "kept").found
+    assert len(results) == 4
+    one = next(iter(results.values()))
+    assert {"config", "settings", "curve", "norms", "seconds", "machine", "hardware", "date", "versions"} <= set(one)
+    assert one["privacy"]["signal_to_noise"] > 0
+    assert [point[0] for point in one["curve"]] == [1, 2, 3]
+    assert len(one["norms"][0]["norm_quantiles"]) == 5
+    second = read_spec(_write(tmp_path, "b.toml", SPEC.replace('label = "BLUR"', 'label = "other name"')))
+    assert not pending([second], Results(tmp_path / "kept").found)
+
+
+def test_results__of_other_settings_are_named_as_stale_and_never_used(tmp_path: Path) -> None:
+    path = _write(tmp_path, "a.toml", SPEC)
+    _run(path, "--only", "BLUR | epsilon=8")
+    assert len(Results(tmp_path / "kept").found) == 1
+    _write(tmp_path, "a.toml", SPEC.replace("rounds = 3", "rounds = 2"))
+    output = _run(path, "--only", "BLUR | epsilon=8")
+    assert "stale" in output
+    assert "rounds: 3 -> 2" in output
+    assert len(Results(tmp_path / "kept").found) == 2
+
+
+def test_results__survive_settings_that_the_library_learns_later(tmp_path: Path) -> None:
+    path = _write(tmp_path, "a.toml", SPEC)
+    _run(path, "--only", "seed=1")
+    stored = next((tmp_path / "kept").iterdir())
+    result = json.loads(stored.read_text())
+    del result["config"]["averaging"]  # as an older version, which did not know it, would have written
+    stored.write_text(json.dumps(result))
+    assert len(pending([read_spec(path)], Results(tmp_path / "kept").found)) == 3
+    result["config"]["unheard_of"] = 1
+    stored.write_text(json.dumps(result))
+    assert "unheard_of" in str(Results(tmp_path / "kept").broken[0])
+
+
+def test_time__a_cell_that_is_cut_off_goes_on_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = read_spec(_write(tmp_path, "a.toml", SPEC))
+    cells, results = pending([spec], {})[:1], Results(tmp_path / "kept")
+    limit = TimeLimit(minutes=5)
+    seen: list[int] = []
+
+    def late(row: dict) -> None:
+        seen.append(row["round"])
+        if row["round"] == 2:
+            limit.started -= 600
+
+    left = run_cells(cells, results, tmp_path / "cells", Machine(), lambda cell, index: late, limit=limit)
+    assert left == cells
+    assert not results.found
+    assert not run_cells(cells, results, tmp_path / "cells", Machine(), lambda cell, index: late)
+    assert seen == [1, 2, 3]
+
+
+def test_time__no_cell_is_started_that_would_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experiments, "estimate", lambda *arguments: 90.0)
+    spec = read_spec(_write(tmp_path, "a.toml", SPEC))
+    cells = pending([spec], {})
+    left = run_cells(cells, Results(tmp_path), tmp_path / "c", Machine(device="cpu"), limit=TimeLimit(1))
+    assert left == cells
+
+
+def test_dry_run__lists_noise_and_time_and_runs_nothing(tmp_path: Path) -> None:
+    path = _write(tmp_path, "a.toml", SPEC)
+    output = _run(path, "--dry-run")
+    assert "noise σ" in output
+    assert "unknown" in output  # nobody has measured logistic regression
+    assert "4 cells, 0 of them done" in output
+    assert not (tmp_path / "kept").exists()
+    _run(path, "--only", "seed=1")
+    assert "4 cells, 1 of them done" in _run(path, "--dry-run")
+
+
+def test_table__several_files_run_in_one_process_and_print_each(tmp_path: Path) -> None:
+    first, second = _write(tmp_path, "a.toml", SPEC), _write(tmp_path, "b.toml", SPEC.replace('"one"', '"two"'))
+    output = _run(first, str(second), "--set", "rounds=2")
+    assert "one" in output
+    assert "two" in output
+    assert len(Results(tmp_path / "kept").found) == 4
