@@ -13,6 +13,7 @@ from fedblur.config import Config, apply_overrides, config_hash, from_dict, to_d
 from fedblur.data import federation
 from fedblur.errors import ConfigError
 from fedblur.recipe import ENOUGH_OF_LIMIT, ENOUGH_SIGNAL, LARGEST_COHORT, choose
+from fedblur.registry import build
 from fedblur.setup import plan_for
 from fedblur.summary import signal_to_noise
 
@@ -76,7 +77,6 @@ def test_recipe__raises_the_sample_rate_while_that_raises_the_signal() -> None:
     few = choose(table(dataset="emnist", clients=300, epsilon=8.0, rounds=50)).settings["sample_rate"]
     many = choose(table(dataset="emnist", clients=300, epsilon=8.0, rounds=3000)).settings["sample_rate"]
     assert few > many
-    assert f"{100 * ENOUGH_OF_LIMIT:.0f}" == "90"
     huge = choose(table(dataset="synthetic", clients=20_000, epsilon=2.0))
     assert huge.settings["sample_rate"] * 20_000 == pytest.approx(LARGEST_COHORT)
 
@@ -161,3 +161,23 @@ def test_run__follows_a_recipe_on_the_command_line(tmp_path: Path) -> None:
     written = (tmp_path / "run" / "config.json").read_text()
     assert '"schedule": "cosine"' in written
     assert '"recipe"' not in written
+
+
+def test_page__states_the_numbers_of_the_table() -> None:
+    """docs/recipe.md is the rule in words; its numbers are the table's."""
+    page = " ".join((Path(__file__).resolve().parents[1] / "docs" / "recipe.md").read_text().split())
+    families = (recipe._CHARACTERS, recipe._PHOTOGRAPHS, recipe._FEATURES)
+    grey, colour, features = families
+    assert (
+        f"η_g is {grey.server_rate} (grey), {colour.server_rate} (colour) or {features.server_rate} (features)" in page
+    )
+    assert f"{grey.rounds} rounds for images, {features.rounds} for features" in page
+    assert f"{grey.local_steps} steps of {grey.local_rate} on batches of {recipe.BATCH_SIZE}" in page
+    assert ", ".join(f"{rate:g}" for rate in recipe.SAMPLE_RATES) in page
+    assert f"{100 * ENOUGH_OF_LIMIT:.0f} % of the R of p = 1, with cohorts of at most {LARGEST_COHORT:.0f}" in page
+    assert f"down to {recipe.FEWEST_ROUNDS}, where p·N·T·Q would pass {recipe.MOST_WORK:,.0f}" in page
+    assert f"**S = {recipe.CLIP_NORM}.**" in page
+    assert f"R ≥ {ENOUGH_SIGNAL:g}" in page
+    for kind, shape, classes in ((grey, (1, 28, 28), 62), (colour, (3, 32, 32), 10)):
+        sizes = [recipe._parameters(build("model", model), shape, classes) for model in kind.models]
+        assert ", ".join(f"{round(size / 1000)}k" for size in sizes) in page

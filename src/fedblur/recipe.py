@@ -7,6 +7,7 @@ setting that the user gives wins, and the rest of the rule follows it.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -214,8 +215,7 @@ class _Rule:
         return size, unit / math.sqrt(size)
 
     def _size(self, model: Any) -> int:
-        module = build("model", model).build(self.shape, self.classes)
-        return sum(weight.numel() for weight in module.parameters() if weight.requires_grad)
+        return _parameters(build("model", model), self.shape, self.classes)
 
     def _method(self) -> None:
         words = (
@@ -234,6 +234,13 @@ class _Rule:
         words = "momentum averages the noise of rounds, and the schedule ends at rest"
         less = f"; {100 * held:.0f} % of the full step, since R is {ratio:.1f}" if held < 1 else ""
         self._choose("server", {**SERVER, "learning_rate": rate}, words + less)
+
+
+@functools.cache  # a table asks again and again
+def _parameters(model: Any, shape: tuple[int, ...], classes: int) -> int:
+    """d, by building the model once."""
+    weights = model.build(shape, classes).parameters()
+    return sum(weight.numel() for weight in weights if weight.requires_grad)
 
 
 def family(shape: tuple[int, ...]) -> Family:
