@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from fedblur.ledger import Ledger
 from fedblur.models import make_model
 from fedblur.selection import TrialCount
 from fedblur.setup import load
-from fedblur.train import train
+from fedblur.train import Run, train
 from fedblur.trials import NOTHING, run_search, tune_on_proxy
 from fedblur.tuning import candidates, make_search
 
@@ -175,6 +176,27 @@ def test_search__of_another_kind_does_not_take_over_drawn_trials(tmp_path: Path)
     trials._draw(search, tmp_path / "x-local-only", trials.make_rng(5))
     with pytest.raises(RunError, match="another search"):
         run_search(make_search([BASE, OTHER], DATA, LAW, "public"), tmp_path / "x", CPU, DATA)
+
+
+def test_search__never_draws_again(tmp_path: Path) -> None:
+    search = make_search([BASE, OTHER], DATA, TrialCount(1.0, 50.0), "private")
+    rng = trials.make_rng(None)
+    first = trials._draw(search, tmp_path / "x-local-only", rng)
+    assert all(trials._draw(search, tmp_path / "x-local-only", rng) == first for _ in range(5))
+
+
+@pytest.mark.parametrize("scoring", ["private", "public"])
+def test_score__has_the_noise_that_is_accounted(scoring: Literal["private", "public"], tmp_path: Path) -> None:
+    search = make_search([BASE, OTHER], DATA, LAW, scoring)
+    module = make_model(BASE.model, DATA.train.shape, DATA.train.classes, seed=1).eval()
+    run = Run(tmp_path, {}, module, [])
+    bench = trials._Trials(search, tmp_path, CPU, DATA, trials.make_rng(0), lambda config, index: None)
+    scores = [bench.score(run, BASE, trials.make_rng(seed)) for seed in range(200)]
+    wanted = 0.5 * search.score_noise / DATA.validation_clients
+    assert np.std(scores) == pytest.approx(wanted, rel=0.2)
+    exact = make_search([BASE, OTHER], DATA, LAW, "public")
+    truth = trials._Trials(exact, tmp_path, CPU, DATA, bench.rng, bench.watch).score(run, BASE, bench.rng)
+    assert np.mean(scores) == pytest.approx(truth, abs=4 * wanted / math.sqrt(200) + 1e-12)
 
 
 def test_search__without_a_trial_releases_that_there_is_nothing(
