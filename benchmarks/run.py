@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from harness.environments import BENCHMARKS, Unavailable, python_of
+from harness.front import render_front
 from harness.measure import SYSTEMS, measure
 from harness.report import make_report, markdown, render, write
 from harness.workloads import WORKLOADS
@@ -25,9 +26,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="of PyTorch in each process; default: as many as PyTorch chooses")
     names = [workload.name for workload in WORKLOADS]
     parser.add_argument("--workloads", nargs="+", default=names, choices=names)
-    parser.add_argument(
-        "--out", type=Path, help="write only to this folder, not to benchmarks/results and benchmarks/README.md"
-    )
+    parser.add_argument("--out", type=Path, help="write only to this folder, not to benchmarks/results and the READMEs")
     return parser.parse_args()
 
 
@@ -53,6 +52,7 @@ def main() -> int:
     write(report, options.out or BENCHMARKS / "results")
     if not options.out:
         render(report, BENCHMARKS / "results", BENCHMARKS / "README.md")
+        render_front()
     print(markdown(report, "cpu.png"))
     return int(any(row.error for each in measured for row in each.rows))
 

@@ -89,7 +89,7 @@ class Known:
 
 def adaptive_protocol(tmp_path: Path, norms: Tensor, start: float, adaptive: Adaptive, rounds: int, z: float = 1.0):
     plan = make_plan(Poisson().sampler(len(norms), 0.1), Gaussian(), rounds=rounds, delta=1e-4, noise_multiplier=z)
-    ledger = Ledger(tmp_path / "adaptive.sqlite", Budget(math.inf, 1e-4, "pld", rounds))
+    ledger = Ledger(tmp_path / "adaptive.jsonl", Budget(math.inf, 1e-4, "pld", rounds))
     base = protocol(tmp_path, clip_norm=start, clipping=adaptive)
     return dataclasses.replace(base, plan=plan, engine=Known(norms, base.layout.total), ledger=ledger)
 

@@ -53,3 +53,16 @@ def test_report__a_failed_system_and_a_different_sum_are_listed_with_the_reason(
     assert "pfl stopped: no wheel" in text
     assert "differs from the loop's by 1.0e-03" in text
     assert "busy" not in text
+
+
+def test_readme__table_is_that_of_the_results_file(tmp_path: Path) -> None:
+    from harness.front import BEGIN, END, render_front
+
+    front = BENCHMARKS.parent / "README.md"
+    copy = tmp_path / "README.md"
+    copy.write_text(front.read_text())
+    render_front(BENCHMARKS / "results", copy)
+    assert copy.read_text() == front.read_text()
+    table = front.read_text().split(BEGIN)[1].split(END)[0]
+    assert "FedBlur" in table
+    assert "CPU cores" in table

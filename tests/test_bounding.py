@@ -131,3 +131,28 @@ def test_normalise__trains_by_name_and_says_so(tmp_path: Path) -> None:
 def test_bounding__settings_that_contradict_are_refused(table, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_dict(table)
+
+
+# --- messages that came from elsewhere ---
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 300), st.floats(1e-3, 1e3), st.sampled_from(["clip", "normalise"]), st.sampled_from([0.0, 0.7]))
+def test_accept__what_a_client_encodes_holds_bit_for_bit(width: int, scale: float, how, bit: float) -> None:
+    updates = scale * torch.randn(5, width, generator=torch.Generator().manual_seed(width))
+    message = Message(how, None, bit)
+    sent, _ = message.encode(updates, 0.3)
+    bounded, norms, holds = message.accept(sent.value, 0.3)
+    assert bool(holds.all())
+    assert torch.equal(bounded.value, sent.value)
+    assert bounded.l2_bound == message.l2_bound(0.3)
+    assert bool((norms <= bounded.l2_bound).all())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e38, 0.31])
+def test_accept__a_row_that_is_too_long_or_not_finite_counts_as_zero(bad: float) -> None:
+    rows = torch.tensor([[0.1, 0.1], [bad, 0.1], [0.0, 0.29]])
+    bounded, norms, holds = Message().accept(rows, 0.3)
+    assert holds.tolist() == [True, False, True]
+    assert torch.equal(bounded.value, torch.tensor([[0.1, 0.1], [0.0, 0.0], [0.0, 0.29]]))
+    assert float(norms[1]) == 0.0

@@ -1,12 +1,21 @@
 """Compiled local steps give what uncompiled ones give, with dropout, convolutions and BLUR inside."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from fedblur.client import LocalProgram, Trained, clip_block, local_update, many_clients
+from fedblur.client import (
+    LocalProgram,
+    Trained,
+    batched_step,
+    clip_block,
+    local_update,
+    many_clients,
+    run_steps,
+)
 from fedblur.compiling import Compiled
 from fedblur.config import Config, LocalTraining
 from fedblur.functional import as_function
@@ -23,16 +32,16 @@ from tests.worlds import SmallCnn, job_for, packed, work_for
 def test_compiled__steps_equal_uncompiled_ones(half: bool) -> None:
     torch.manual_seed(0)
     module = SmallCnn()
-    job = job_for(module, (Blur(0.4), Lus(0.5)), local=LocalTraining(steps=2, batch_size=8))
+    job = job_for(module, (Blur(0.4), Lus(0.5)), local=LocalTraining(steps=3, batch_size=8, momentum=0.5))
     job = replace(job, forward=as_function(module, half))
     shard, work = work_for(job, packed([8, 8, 8]), [0, 1, 2])
     program = LocalProgram(job.forward, job.layout, job.local, job.methods)
     plain = many_clients(program)
-    loop = Compiled(plain.step, "aot_eager", state=(1, 2), invariant=(0, 3, 4, 5))
-    traced = plain._replace(step=loop, score=Compiled(plain.score, "aot_eager"))
+    loop = Compiled(batched_step(program), "aot_eager", state=(1, 2), invariant=(0, 3))
+    traced = plain._replace(train=partial(run_steps, loop, job.local), score=Compiled(plain.score, "aot_eager"))
     expected, got = (local_update(job, steps, shard, work) for steps in (plain, traced))
     torch.testing.assert_close(Trained(*got), Trained(*expected), rtol=1e-4, atol=1e-6)
-    assert len(traced.step.graphs) == job.local.steps  # on a CPU the step's number is a constant; on a GPU a tensor
+    assert len(loop.graphs) == 1  # the step's number and the clip norm are tensors
     assert torch.isfinite(clip_block(got, job).bounded.value).all()
 
 
@@ -44,8 +53,9 @@ def test_compiled__small_models_with_frozen_front_ends_and_views(part: GnResNet)
     job = job_for(module, methods, local=LocalTraining(steps=2, batch_size=8))
     job = replace(job, forward=as_function(module, half=True))
     shard, work = work_for(job, packed([8, 5], (1, 16, 16)), [0, 1])
-    plain = many_clients(LocalProgram(job.forward, job.layout, job.local, job.methods))
-    traced = plain._replace(step=Compiled(plain.step, "aot_eager"))
+    program = LocalProgram(job.forward, job.layout, job.local, job.methods)
+    plain = many_clients(program)
+    traced = plain._replace(train=partial(run_steps, Compiled(batched_step(program), "aot_eager"), job.local))
     expected, got = (local_update(job, steps, shard, work) for steps in (plain, traced))
     torch.testing.assert_close(Trained(*got), Trained(*expected), rtol=1e-4, atol=1e-6)
 
@@ -64,32 +74,21 @@ def test_compiled__makes_one_graph_per_shape() -> None:
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_pipeline__a_loop_equals_its_uncompiled_steps(methods, momentum: float) -> None:
     """Steps that hand the next one's beginning over give the same updates, and prepare only once."""
-    from fedblur.functional import as_function
-
     torch.manual_seed(0)
     module = SmallCnn()
     job = job_for(module, methods, local=LocalTraining(steps=3, batch_size=8, momentum=momentum), clip_norm=1e-3)
+    job = replace(job, forward=as_function(module, half=True))
     shard, work = work_for(job, packed([8, 8]), [0, 1])
-    plain = many_clients(LocalProgram(as_function(module, half=True), job.layout, job.local, job.methods))
-    loop = Compiled(plain.step, "aot_eager", state=(1, 2), invariant=(0, 3, 4, 5))
-
-    def run(step):
-        delta = {name: tensor.new_zeros(2, *tensor.shape) for name, tensor in job.start.items()}
-        velocity = delta if momentum else {}
-        clip_norm = torch.tensor(job.clip_norm)
-        for q in range(3):
-            delta, velocity = step(
-                job.start, delta, velocity, clip_norm, shard.x, shard.y, work.plan[:, q], work.seeds, torch.tensor(q)
-            )
-        return delta
-
-    expected = run(plain.step)
-    run(loop)
+    program = LocalProgram(job.forward, job.layout, job.local, job.methods)
+    loop = Compiled(batched_step(program), "aot_eager", state=(1, 2), invariant=(0, 3))
+    arguments = (job.start, torch.tensor(job.clip_norm), shard.x, shard.y, work.plan, work.seeds)
+    expected = run_steps(batched_step(program), job.local, *arguments)
+    run_steps(loop, job.local, *arguments)
     (pipeline, _), *others = loop.graphs.values()
     assert not others
     heads = []
     pipeline.head = _counted(pipeline.head, heads)
-    torch.testing.assert_close(run(loop), expected, rtol=2e-2, atol=1e-4)  # bf16
+    torch.testing.assert_close(run_steps(loop, job.local, *arguments), expected, rtol=2e-2, atol=1e-4)  # bf16
     assert len(heads) == 1  # a new start is prepared, what follows is carried
 
 
@@ -106,16 +105,16 @@ def test_compiled__methods_that_leave_steps_alone_share_them() -> None:
     blur = LocalProgram(job.forward, job.layout, job.local, job.methods)
     both, other = (LocalProgram(job.forward, job.layout, job.local, (Blur(0.4), Lus(c))) for c in (0.5, 0.9))
     plain = LocalProgram(job.forward, job.layout, job.local, ())
-    steps = {id(many_clients(program, compiled=True).step) for program in (blur, both, other)}
+    steps = {id(many_clients(program, compiled=True).train) for program in (blur, both, other)}
     assert len(steps) == 1
     assert many_clients(both, compiled=True).score is many_clients(other, compiled=True).score
-    assert many_clients(plain, compiled=True).step is not many_clients(blur, compiled=True).step
+    assert many_clients(plain, compiled=True).train is not many_clients(blur, compiled=True).train
     assert many_clients(both, compiled=True).shape is not many_clients(other, compiled=True).shape
 
 
 def test_compiled__runs_of_one_named_model_share_a_function_whatever_their_seeds(tmp_path: Path) -> None:
-    first, second = (prepare(Config(model="mlp", seed=seed), tmp_path / f"{seed}.sqlite", Machine()) for seed in (0, 1))
+    first, second = (prepare(Config(model="mlp", seed=seed), tmp_path / f"{seed}.jsonl", Machine()) for seed in (0, 1))
     assert first.protocol.forward is second.protocol.forward
     assert not torch.equal(first.initial, second.initial)
-    own = prepare(Config(model="mlp", seed=0), tmp_path / "own.sqlite", Machine(), module=first.module)
+    own = prepare(Config(model="mlp", seed=0), tmp_path / "own.jsonl", Machine(), module=first.module)
     assert own.protocol.forward is not first.protocol.forward

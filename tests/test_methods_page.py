@@ -55,7 +55,7 @@ def test_methods_page__every_command_runs(row: dict[str, str], tmp_path: Path) -
     assert (epsilon == math.inf) == ("not private" in row["what is released"])
     assert 0 < epsilon <= 2.0 or math.isinf(epsilon)
     assert summary["privacy"]["releases"] >= 1
-    assert (tmp_path / "run" / "ledger.sqlite").exists()
+    assert (tmp_path / "run" / "ledger.jsonl").exists()
 
 
 @pytest.mark.parametrize("kind", ["method", "mechanism", "mask", "clipping", "voting"])

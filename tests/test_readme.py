@@ -35,13 +35,13 @@ def test_readme__the_plan_gives_the_figures_it_promises() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_readme__every_command_and_flag_exists(command: str) -> None:
     words = shlex.split(command)[1:]
-    names = words[:2] if words[0] == "data" else words[:1]
+    names = words[:2] if words[0] in ("data", "deploy") else words[:1]
     help_text = CliRunner().invoke(app, [*names, "--help"], env={"COLUMNS": "300", "NO_COLOR": "1"}).stdout
     for flag in (word for word in words if word.startswith("--")):
         assert flag in help_text
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/tour.md", "docs/privacy.md"])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/tour.md", "docs/privacy.md", "docs/deploy.md"])
 def test_documents__links_lead_somewhere(page: str) -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text()):
         assert ((ROOT / page).parent / target).exists(), target

@@ -42,7 +42,7 @@ def protocol(tmp_path: Path, sigma: float = 1.0, clip_norm: float = 0.2, **chang
         mechanism=Gaussian(),
         server=Sgd(),
         averaging=None,
-        ledger=Ledger(tmp_path / "ledger.sqlite", Budget(plan.epsilon_target, plan.delta, "pld", 5)),
+        ledger=Ledger(tmp_path / "ledger.jsonl", Budget(plan.epsilon_target, plan.delta, "pld", 5)),
         forward=as_function(net),
         layout=layout,
         local=LocalTraining(steps=2, batch_size=5),
@@ -115,7 +115,7 @@ def test_invariant_6__the_ledger_row_is_on_disk_before_the_server_sees_the_sum(t
     @dataclasses.dataclass(frozen=True)
     class Witness(Sgd):
         def direction(self, buffers, mean_update, round_, noise_std):
-            seen.append(len(Ledger(tmp_path / "ledger.sqlite", p.ledger.budget).spends()))
+            seen.append(len(Ledger(tmp_path / "ledger.jsonl", p.ledger.budget).spends()))
             return mean_update, {}
 
     p = protocol(tmp_path, server=Witness())

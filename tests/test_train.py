@@ -31,8 +31,9 @@ def test_train__writes_a_whole_run_folder(tmp_path: Path) -> None:
     assert names == {
         "config.json",
         "rounds.jsonl",
-        "ledger.sqlite",
+        "ledger.jsonl",
         "checkpoints",
+        "engine.json",
         "model.safetensors",
         "summary.json",
     }

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -25,6 +26,7 @@ from fedblur.setup import load
 from fedblur.train import Run, train
 from fedblur.trials import NOTHING, run_search, tune_on_proxy
 from fedblur.tuning import candidates, make_search
+from fedblur.verification import verify
 
 CPU = Machine(device="cpu")
 BASE = Config(
@@ -107,7 +109,7 @@ def won(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_search__releases_the_winner_and_nothing_else(won: Path) -> None:
-    names = {"config.json", "ledger.sqlite", "model.safetensors", "rounds.jsonl", "summary.json"}
+    names = {"config.json", "ledger.jsonl", "model.safetensors", "rounds.jsonl", "summary.json"}
     assert {path.name for path in won.rglob("*")} == names
     assert [path.name for path in won.parent.iterdir()] == [won.name]
     rows = [json.loads(line) for line in (won / "rounds.jsonl").read_text().splitlines()]
@@ -130,9 +132,23 @@ def test_search__states_its_cost_and_whom_it_protects_but_not_the_number_of_tria
 
 def test_search__is_in_the_ledger_once_and_its_budget_is_spent(won: Path) -> None:
     search = make_search([BASE, OTHER], DATA, LAW, "private")
-    ledger = Ledger(won / "ledger.sqlite", accounting_budget(search.epsilon))
+    ledger = Ledger(won / "ledger.jsonl", accounting_budget(search.epsilon), search.key)
     assert ledger.spends() == [(1, search.event)]
     assert ledger.epsilon() == pytest.approx(search.epsilon)
+
+
+def test_search__can_be_verified_and_an_edited_one_is_found(won: Path, tmp_path: Path) -> None:
+    assert verify(won) == []
+    copy = shutil.copytree(won, tmp_path / "copy")
+    text = (copy / "ledger.jsonl").read_text()
+    (copy / "ledger.jsonl").write_text(text.replace('"mean": 3.0', '"mean": 2.0').replace('"mean":3.0', '"mean":2.0'))
+    assert (copy / "ledger.jsonl").read_text() != text
+    assert verify(copy)
+    other = shutil.copytree(won, tmp_path / "other")
+    summary = json.loads((other / "summary.json").read_text())
+    summary["privacy"]["selection"]["search"] = "0" * 12
+    (other / "summary.json").write_text(json.dumps(summary))
+    assert any("opened for search" in line for line in verify(other))
 
 
 def accounting_budget(epsilon: float) -> "trials.Budget":
@@ -157,7 +173,7 @@ def test_search__is_paid_for_before_its_first_trial_and_goes_on_with_what_was_dr
     monkeypatch.setattr(trials, "train", dying)
     with pytest.raises(KeyboardInterrupt):
         run_search(search, tmp_path / "cut", CPU, DATA)
-    ledger = Ledger(tmp_path / "cut" / "ledger.sqlite", accounting_budget(search.epsilon))
+    ledger = Ledger(tmp_path / "cut" / "ledger.jsonl", accounting_budget(search.epsilon))
     assert ledger.spends() == [(1, search.event)]
     assert not (tmp_path / "cut" / "summary.json").exists()
     assert json.loads((tmp_path / "cut-local-only" / "drawn.json").read_text())["local_only"] is True
@@ -206,7 +222,7 @@ def test_search__without_a_trial_releases_that_there_is_nothing(
     tuned = run_search(make_search([BASE, OTHER], DATA, TrialCount(math.inf, 1.5), "public"), tmp_path / "x", CPU, DATA)
     assert tuned.summary["status"] == NOTHING
     assert tuned.summary["privacy"]["epsilon"] > 0
-    assert {path.name for path in (tmp_path / "x").iterdir()} == {"ledger.sqlite", "summary.json"}
+    assert {path.name for path in (tmp_path / "x").iterdir()} == {"ledger.jsonl", "summary.json"}
 
 
 def test_search__picks_every_configuration_and_number_as_the_law_says(tmp_path: Path) -> None:

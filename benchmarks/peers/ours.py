@@ -37,7 +37,7 @@ def prepare_run(task: Task, folder: Path) -> Setup:
         seed=SEED,
     )
     data = Federation("benchmark", clients, None, 0, Samples(x[:1], y[:1]))
-    return prepare(config, folder / "ledger.sqlite", Machine(device="cpu"), data, build_module(task))
+    return prepare(config, folder / "ledger.jsonl", Machine(device="cpu"), data, build_module(task))
 
 
 def run_round(task: Task, setup: Setup) -> Floats:

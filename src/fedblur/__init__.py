@@ -6,14 +6,38 @@ run = fedblur.train(fedblur.Config(dataset="digits", method="blur+lus", epsilon=
 print(run.accuracy, run.epsilon)
 """
 
-from fedblur.config import Config, LocalTraining
-from fedblur.data.federation import federation_from_arrays, load_federation
-from fedblur.data.population import Federation
-from fedblur.errors import FedBlurError
-from fedblur.planning import Outlook, Setting, outlook
-from fedblur.registry import register
-from fedblur.setup import Machine
-from fedblur.train import Run, resume, train
+import importlib
+import sys
+import types
+import typing
+
+if typing.TYPE_CHECKING:
+    from fedblur.config import Config, LocalTraining
+    from fedblur.data.federation import federation_from_arrays, load_federation
+    from fedblur.data.population import Federation
+    from fedblur.errors import FedBlurError
+    from fedblur.planning import Outlook, Setting, outlook
+    from fedblur.registry import register
+    from fedblur.setup import Machine
+    from fedblur.train import Run, resume, train
+
+# Imported at their first use: a node of a federation starts a process for each message, and most need no torch.
+_HOMES = {
+    "Config": "config",
+    "FedBlurError": "errors",
+    "Federation": "data.population",
+    "LocalTraining": "config",
+    "Machine": "setup",
+    "Outlook": "planning",
+    "Run": "train",
+    "Setting": "planning",
+    "federation_from_arrays": "data.federation",
+    "load_federation": "data.federation",
+    "outlook": "planning",
+    "register": "registry",
+    "resume": "train",
+    "train": "train",
+}
 
 __all__ = [
     "Config",
@@ -31,3 +55,28 @@ __all__ = [
     "resume",
     "train",
 ]
+
+
+class _Package(types.ModuleType):
+    """Importing the file `train.py` would put it where the function of that name belongs."""
+
+    @property
+    def train(self) -> object:
+        return __getattr__("train")
+
+    @train.setter
+    def train(self, module: object) -> None:
+        pass
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fedblur' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"fedblur.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+sys.modules[__name__].__class__ = _Package

@@ -17,7 +17,17 @@ from scipy.optimize import brentq
 
 from fedblur.accountants import INTERPRETERS, renyi
 from fedblur.errors import ConfigError, PrivacyError
-from fedblur.events import Composed, Event, FixedSizeSampled, PoissonSampled, PrivateSelection, flatten
+from fedblur.events import (
+    Composed,
+    DistributedDiscreteGaussian,
+    Event,
+    FixedSizeSampled,
+    Gaussian,
+    PoissonSampled,
+    PrivateSelection,
+    Votes,
+    flatten,
+)
 from fedblur.sampling import Sampler
 
 Accountant = Literal["pld", "rdp"]
@@ -157,6 +167,28 @@ def _last_fit(fits: Callable[[int], bool], good: int, bad: int) -> int:
         middle = (good + bad) // 2
         good, bad = (middle, bad) if fits(middle) else (good, middle)
     return good
+
+
+def zcdp(event: Event | None) -> float | None:
+    """ρ of zero-concentrated differential privacy (Bun and Steinke 2016); None where no useful bound is known.
+
+    A Gaussian with noise multiplier σ has ρ = 1/(2σ²), and ρ adds up. One discrete Gaussian draw has the same ρ for its
+    own sensitivity over noise. Sampling does not amplify ρ, so a sampled release has none here.
+
+        no event                             0
+        noise_multiplier = 0                 inf
+    """
+    total = 0.0
+    for release, count in flatten(event).items() if event is not None else ():
+        inner = release.inner if isinstance(release, PoissonSampled) and release.rate == 1 else release
+        if isinstance(inner, Gaussian | Votes):
+            ratio = 1 / inner.noise_multiplier if inner.noise_multiplier else math.inf
+        elif isinstance(inner, DistributedDiscreteGaussian) and inner.shares == 1:
+            ratio = inner.sensitivity / inner.noise_std if inner.noise_std else math.inf
+        else:
+            return None
+        total += count * ratio**2 / 2
+    return total
 
 
 def parse_delta(value: float | str, clients: int) -> float:

@@ -35,7 +35,8 @@ def plan_work(
     shard: Shard, ids: Tensor, steps: int, batch_size: int, rng: Rng, device: torch.device | None = None
 ) -> Work:
     """The work of these clients; `ids` name their random streams."""
-    largest, smallest = int(shard.sizes.max()), int(shard.sizes.min())
+    largest = int(shard.sizes.max())
+    smallest = int(torch.where(shard.sizes > 0, shard.sizes, largest).min())  # clients that only fill a block need none
     width = max(1, min(batch_size, largest))
     epochs = -(-steps // max(1, -(-smallest // width)))  # of the client that has the fewest batches in one
     seeds = torch.tensor([rng.child("client", int(i)).seed() for i in ids.tolist()], dtype=torch.int64).to(device)

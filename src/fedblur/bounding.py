@@ -61,6 +61,18 @@ class Message:
         bit = torch.where(torch.isfinite(norms), self._half() * sign, 0.0).to(updates.dtype)
         return Bounded(torch.cat([bounded.value, bit[:, None]], dim=-1), self.l2_bound(clip_norm)), norms
 
+    def accept(self, rows: Tensor, clip_norm: float) -> tuple[Bounded, Tensor, Tensor]:
+        """Messages that came from elsewhere: a row that is not finite, or longer than it may be, counts as zero.
+
+        Also returns the rows' norms (zero for those) and which rows hold. What `encode` makes always holds: its margin
+        of 2⁻²² is far above what the norm's own rounding, and the 2⁻⁴⁰ that is left for it here, can add up to.
+        """
+        bound = self.l2_bound(clip_norm)
+        norms = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
+        holds = torch.isfinite(norms) & (norms <= bound * (1 - 2.0**-40))
+        value = torch.where(holds[:, None], rows, 0.0)
+        return Bounded(value, bound), torch.where(holds, norms, 0.0), holds
+
     def decode(self, total: Tensor, dimension: int) -> tuple[Tensor, float]:
         """The sum of messages as a vector [d], zero where nothing was sent, and the bits' Σ (b − ½)."""
         vector = total[: self.vector_width(dimension)]

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from fedblur.commands import data, plan, run, table, tune
+from fedblur.commands import audit, data, deploy, ledger, plan, run, statement, table, tune
 from fedblur.engines.distributed import rank
 from fedblur.errors import FedBlurError
 from fedblur.version import version
@@ -51,7 +51,11 @@ app.command("resume")(run.resume)
 app.command("plan")(plan.plan)
 app.command("table")(table.table)
 app.command("tune")(tune.tune)
+app.command("audit")(audit.audit_)
+app.command("statement")(statement.statement)
 app.add_typer(data.app, name="data")
+app.add_typer(ledger.app, name="ledger")
+app.add_typer(deploy.app, name="deploy")
 
 
 def _print_version(wanted: bool) -> None:

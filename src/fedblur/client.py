@@ -7,17 +7,17 @@ Written once on functional parameters, without `.item()` and without a branch on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fedblur.batches import Work
 from fedblur.bounding import Message
+from fedblur.capturing import Captured
 from fedblur.clipping import Bounded
 from fedblur.compiling import Compiled
 from fedblur.config import LocalTraining
@@ -25,6 +25,7 @@ from fedblur.data.population import Shard, as_input
 from fedblur.dropout import SeededDropout
 from fedblur.functional import Forward, Layout, Params
 from fedblur.methods import Gradient, Method
+from fedblur.tracing import Traced
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,28 @@ def clip_block(trained: Trained, job: ClientJob) -> Block:
 
 
 class Batch(NamedTuple):
-    """What one step's loss reads."""
+    """What a step reads: of one client, or with a leading dimension of clients."""
 
-    inputs: Tensor  # [rows, *shape]; padding is zeros: no other client's sample is read
-    labels: Tensor  # [rows]
-    valid: Tensor  # [rows], bool
+    inputs: Tensor  # [batch, *shape] as they are stored, 0 at padding: no other client's sample is read
+    labels: Tensor  # [batch], 0 at padding
+    weights: Tensor  # [batch] of each sample's loss, 0 at padding
+    rate: Tensor  # [] η, or 0 where all is padding
+
+
+def read_batches(x: Tensor, y: Tensor, plan: Tensor, rate: float | None = None) -> Iterator[Batch]:
+    """The batches of a plan [..., steps, batch] one after another. With a rate losses are averaged, else summed."""
+    valid, safe = plan >= 0, plan.clamp(min=0)
+    labels = torch.where(valid, y[safe], 0)
+    weights = valid.float() if rate is None else valid / valid.sum(-1, keepdim=True).clamp(min=1)
+    rates = (rate or 0.0) * valid.any(-1).float()
+    padded = plan.device.type != "cpu" or not bool(valid.all())  # asking a GPU would stop it
+    for q in range(plan.shape[-2]):
+        index = safe[..., q, :]
+        inputs = x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:])
+        if padded:
+            mask = valid[..., q, :].view(*index.shape, *[1] * (x.dim() - 1))
+            inputs = torch.where(mask, inputs, torch.zeros((), dtype=inputs.dtype, device=inputs.device))
+        yield Batch(inputs, labels[..., q, :], weights[..., q, :], rates[..., q])
 
 
 @dataclass(frozen=True)
@@ -82,12 +100,12 @@ class LocalProgram:
 
     def step(
         self, start: Params, delta: Params, velocity: Params, clip_norm: Tensor | float,
-        x: Tensor, y: Tensor, index: Tensor, seed: Tensor, step: Tensor | int,
+        batch: Batch, seed: Tensor, step: Tensor | int,
     ) -> tuple[Params, Params]:  # fmt: skip
         """Δ ← Δ − η·(g + the methods' terms); a step whose indices are all padding is the identity."""
         local = self.local
         theta = _add(start, delta)
-        gradient_at: Gradient = partial(self._gradient, self._batch(x, y, index, seed, step), seed, step)
+        gradient_at: Gradient = partial(self._gradient, self._viewed(batch, seed, step), self.methods, seed, step)
         for method in self.methods:
             gradient_at = method.wrap_gradient(gradient_at)
         gradient = gradient_at(theta)
@@ -98,39 +116,53 @@ class LocalProgram:
             gradient = gradient if term is None else _add(gradient, term)
         if local.momentum:
             velocity = gradient = _add(gradient, velocity, local.momentum)
-        rate = local.learning_rate * (index >= 0).any()
-        delta = {name: delta[name] - rate * gradient[name] for name in delta}
+        delta = {name: torch.addcmul(delta[name], batch.rate, gradient[name], value=-1) for name in delta}
         for method in self.methods:
             delta = method.after_step(delta, clip_norm)
         return delta, velocity
 
-    def score(self, start: Params, delta: Params, x: Tensor, y: Tensor, index: Tensor) -> Params:
+    def score(self, start: Params, delta: Params, batch: Batch) -> Params:
         """Σ ∇f over these samples at the end point, without dropout and without what the methods add."""
-        return self._grad(_sum_loss)(_add(start, delta), self.forward, _gather(x, y, index), (), None, 0)
+        return self._gradient(batch._replace(inputs=as_input(batch.inputs)), (), None, 0, _add(start, delta))
 
     def shape(self, which: int, delta: Params, gradient: Params) -> Params:
         """What method number `which` makes of the update."""
         return self.methods[which].shape_update(delta, gradient, self.layout)
 
-    def _batch(self, x: Tensor, y: Tensor, index: Tensor, seed: Tensor, step: Tensor | int) -> Batch:
-        """A step's samples; copies of a sample lie side by side, so that padding stays at the end."""
+    def _viewed(self, batch: Batch, seed: Tensor, step: Tensor | int) -> Batch:
+        """The samples as the step sees them; copies of one lie side by side, so that padding stays at the end."""
         views = math.prod(method.views for method in self.methods)
-        batch = _gather(x, y, index if views == 1 else index[:, None].expand(-1, views).flatten())
+        if views > 1:
+            inputs, labels, weights = (_repeated(tensor, views) for tensor in batch[:3])
+            batch = Batch(inputs, labels, weights / views, batch.rate)
+        inputs = as_input(batch.inputs)
         for method in self.methods:
-            batch = batch._replace(inputs=method.view(batch.inputs, seed, step))
-        return batch
+            inputs = method.view(inputs, seed, step)
+        return batch._replace(inputs=inputs)
 
-    def _gradient(self, batch: Batch, seed: Tensor, step: Tensor | int, theta: Params) -> Params:
-        return self._grad(_mean_loss)(theta, self.forward, batch, self.methods, seed, step)
+    def _gradient(
+        self, batch: Batch, methods: tuple[Method, ...], seed: Tensor | None, step: Tensor | int, theta: Params
+    ) -> Params:
+        """Of the weighted sum of cross-entropies, by the chain rule from its derivative by the logits."""
 
-    def _grad(self, loss: Callable[..., Tensor]) -> Callable[..., Params]:
-        return partial(_autograd, loss) if self.plain else torch.func.grad(loss)
+        def logits_of(theta: Params) -> Tensor:
+            with SeededDropout(seed, step):
+                logits = self.forward(theta, batch.inputs)
+            for method in methods:
+                logits = method.adjust(logits, batch.labels, batch.weights > 0)
+            return logits
+
+        if self.plain:
+            return _pulled_back(logits_of, theta, batch)
+        logits, pull_back, *_ = torch.func.vjp(logits_of, theta)
+        (gradient,) = pull_back(_slope(logits, batch))
+        return cast(Params, gradient)
 
 
 class Steps(NamedTuple):
     """A program's functions as an engine runs them: for one client, or for a block of clients at once."""
 
-    step: Callable[..., tuple[Params, Params]]
+    train: Callable[..., Params]  # all local steps: `run_steps` of some step
     score: Callable[..., Params]
     shape: Callable[..., Params]
 
@@ -138,46 +170,61 @@ class Steps(NamedTuple):
 def one_client(program: LocalProgram) -> Steps:
     """Plain calls and ordinary autograd, without a dimension of clients."""
     program = replace(program, plain=True)
-    return Steps(program.step, program.score, program.shape)
+    return Steps(partial(run_steps, program.step, program.local), program.score, program.shape)
 
 
 @lru_cache(maxsize=8)
-def many_clients(program: LocalProgram, compiled: bool = False) -> Steps:
-    """The same under `vmap`; compiled, a step becomes a few fused kernels (worth it for long runs on a GPU)."""
-    vmap = torch.func.vmap
-    steps = Steps(
-        vmap(program.step, in_dims=(None, 0, 0, None, None, None, 0, 0, None)),
-        vmap(program.score, in_dims=(None, 0, None, None, 0)),
-        vmap(program.shape, in_dims=(None, 0, 0)),
-    )
-    if not compiled:
-        return steps
-    stepping = replace(program, methods=tuple(method for method in program.methods if method.steers_steps))
-    return Steps(_compiled_step(stepping), _compiled_score(replace(program, methods=())), steps.shape)
+def many_clients(program: LocalProgram, compiled: bool = False, traced: bool = False) -> Steps:
+    """The same under `vmap`. Worth it for long runs: compiled, a step is a few fused kernels, and all of them are one
+    launch on a GPU; traced, the same bits with less between the operators."""
+    shape = torch.func.vmap(program.shape, in_dims=(None, 0, 0))
+    if compiled:
+        stepping = replace(program, methods=tuple(method for method in program.methods if method.steers_steps))
+        return Steps(_compiled_steps(stepping), _compiled_score(replace(program, methods=())), shape)
+    step, score = batched_step(program), _batched_score(program)
+    if traced:
+        step, score = Traced(step), Traced(score)
+    return Steps(partial(run_steps, step, program.local), score, shape)
+
+
+def batched_step(program: LocalProgram) -> Callable[..., tuple[Params, Params]]:
+    return torch.func.vmap(program.step, in_dims=(None, 0, 0, None, 0, 0, None))
 
 
 @lru_cache(maxsize=8)
-def _compiled_step(program: LocalProgram) -> Compiled:
+def _compiled_steps(program: LocalProgram) -> Captured:
     """Of all programs whose steps are the same: LUS, for one, does not touch them."""
-    step = torch.func.vmap(program.step, in_dims=(None, 0, 0, None, None, None, 0, 0, None))
-    return Compiled(step, state=(1, 2), invariant=(0, 3, 4, 5))  # Δ and velocity; w, S and the data stay
+    step = Compiled(batched_step(program), state=(1, 2), invariant=(0, 3))  # Δ and velocity; w and S stay
+    return Captured(partial(run_steps, step, program.local), resident=(2, 3))
 
 
 @lru_cache(maxsize=8)
 def _compiled_score(program: LocalProgram) -> Compiled:
-    return Compiled(torch.func.vmap(program.score, in_dims=(None, 0, None, None, 0)))
+    return Compiled(_batched_score(program))
+
+
+def _batched_score(program: LocalProgram) -> Callable[..., Params]:
+    return torch.func.vmap(program.score, in_dims=(None, 0, 0))
+
+
+def run_steps(
+    step: Callable[..., tuple[Params, Params]], local: LocalTraining,
+    start: Params, clip_norm: Tensor, x: Tensor, y: Tensor, plan: Tensor, seeds: Tensor,
+) -> Params:  # fmt: skip
+    """Q local steps from Δ = 0."""
+    delta = {name: _zeros(tensor, seeds.shape) for name, tensor in start.items()}
+    # Not the same tensors as Δ: a tracer would take the two for one.
+    velocity = {name: torch.zeros_like(tensor) for name, tensor in delta.items()} if local.momentum else {}
+    for q, batch in enumerate(read_batches(x, y, plan, local.learning_rate)):
+        delta, velocity = step(start, delta, velocity, clip_norm, batch, seeds, _counter(q, seeds.device))
+    return delta
 
 
 def local_update(job: ClientJob, steps: Steps, shard: Shard, work: Work) -> Trained:
     """Q local steps and the methods' shaping. `work` has a leading dimension of clients, or none for one client."""
-    lead, x, y = work.seeds.shape, shard.x, shard.y
-    delta = {name: _zeros(tensor, lead) for name, tensor in job.start.items()}
-    velocity = delta if job.local.momentum else {}
-    clip_norm = job.clip_norm if x.device.type == "cpu" else torch.tensor(job.clip_norm, device=x.device)
-    for q in range(job.local.steps):
-        index, count = work.plan[..., q, :], _counter(q, work.seeds.device)
-        delta, velocity = steps.step(job.start, delta, velocity, clip_norm, x, y, index, work.seeds, count)
-    trained_norm = _norm(delta, len(lead))
+    clip_norm = torch.tensor(job.clip_norm, device=work.seeds.device)
+    delta = steps.train(job.start, clip_norm, shard.x, shard.y, work.plan, work.seeds)
+    trained_norm = _norm(delta, work.seeds.dim())
     for which, method in enumerate(job.methods):
         if method.score_batch != "none":
             chunks = work.samples if method.score_batch == "full" else work.plan[..., -1:, :]
@@ -188,58 +235,47 @@ def local_update(job: ClientJob, steps: Steps, shard: Shard, work: Work) -> Trai
 def _score_gradient(job: ClientJob, steps: Steps, delta: Params, shard: Shard, chunks: Tensor) -> Params:
     """∇f at the end point; chunk by chunk to save memory."""
     total: Params | None = None
-    for chunk in chunks.unbind(-2):
-        part = steps.score(job.start, delta, shard.x, shard.y, chunk)
+    for batch in read_batches(shard.x, shard.y, chunks):
+        part = steps.score(job.start, delta, batch)
         total = part if total is None else _add(total, part)
     assert total is not None
     count = (chunks >= 0).sum((-1, -2)).clamp(min=1)
     return {name: t / count.view(*count.shape, *[1] * (t.dim() - count.dim())) for name, t in total.items()}
 
 
-def train_block(job: ClientJob, shard: Shard, work: Work, vectorise: bool, compiled: bool = False) -> Block:
+def train_block(
+    job: ClientJob, shard: Shard, work: Work, vectorise: bool, compiled: bool = False, traced: bool = False
+) -> Block:
     """`local_update` for a block of clients, all at once or one after another, then the clip."""
     program = LocalProgram(job.forward, job.layout, job.local, job.methods)
     if vectorise:
-        return clip_block(local_update(job, many_clients(program, compiled), shard, work), job)
+        return clip_block(local_update(job, many_clients(program, compiled, traced), shard, work), job)
     rows = zip(work.plan, work.samples, work.seeds, strict=True)
     each = [local_update(job, one_client(program), shard, Work(*row)) for row in rows]
     return clip_block(Trained(*map(torch.stack, zip(*each, strict=True))), job)
 
 
-def _autograd(loss: Callable[..., Tensor], theta: Params, *rest: object) -> Params:
-    """The loss's gradient by the parameters, as `torch.func.grad` gives it: zeros where a tensor has no part."""
+def _pulled_back(logits_of: Callable[[Params], Tensor], theta: Params, batch: Batch) -> Params:
+    """As `torch.func.vjp` gives it, by ordinary autograd: zeros where a tensor has no part in the logits."""
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in theta.items()}
     with torch.enable_grad():
-        value = loss(leaves, *rest)
-    found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
+        logits = logits_of(leaves)
+    slope = _slope(logits.detach(), batch)
+    found = torch.autograd.grad(logits, list(leaves.values()), slope, allow_unused=True, materialize_grads=True)
     return dict(zip(leaves, found, strict=True))
 
 
-def _gather(x: Tensor, y: Tensor, index: Tensor) -> Batch:
-    """The samples of these indices. Padding is replaced by zeros: no other client's sample is read."""
-    valid = index >= 0
-    safe = index.clamp(min=0)
-    inputs = as_input(x[safe])
-    inputs = torch.where(valid.view(-1, *[1] * (inputs.dim() - 1)), inputs, 0.0)
-    return Batch(inputs, torch.where(valid, y[safe], 0), valid)
+def _slope(logits: Tensor, batch: Batch) -> Tensor:
+    """∂(Σ weight·cross-entropy)/∂logits = weight·(softmax − one-hot), [batch, classes]; 0 at padding."""
+    powers = (logits - logits.amax(-1, keepdim=True)).exp()  # torch's softmax takes twice as long on short rows
+    weights = batch.weights[:, None]
+    shares = powers * (weights / powers.sum(-1, keepdim=True))
+    return shares.scatter_add(-1, batch.labels[:, None], -weights)
 
 
-def _mean_loss(
-    theta: Params, forward: Forward, batch: Batch, methods: tuple[Method, ...], seed: Tensor, step: Tensor | int
-) -> Tensor:
-    return _sum_loss(theta, forward, batch, methods, seed, step) / batch.valid.sum().clamp(min=1)
-
-
-def _sum_loss(
-    theta: Params, forward: Forward, batch: Batch, methods: tuple[Method, ...], seed: Tensor | None, step: Tensor | int
-) -> Tensor:
-    """Cross-entropy summed over a batch."""
-    with SeededDropout(seed, step):
-        logits = forward(theta, batch.inputs)
-    for method in methods:
-        logits = method.adjust(logits, batch.labels, batch.valid)
-    losses = F.cross_entropy(logits, batch.labels, reduction="none")
-    return (losses * batch.valid).sum()
+def _repeated(tensor: Tensor, times: int) -> Tensor:
+    """Each row `times` times, copies side by side."""
+    return tensor[:, None].expand(-1, times, *tensor.shape[1:]).flatten(0, 1)
 
 
 def _add(a: Params, b: Params, scale: float = 1.0) -> Params:
@@ -258,6 +294,6 @@ def _norm(delta: Params, lead: int) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _counter(step: int, device: torch.device) -> Tensor | int:
-    """The step's number: on a GPU a tensor, or compiled code would be made anew for every step (and clip norm)."""
-    return step if device.type == "cpu" else torch.tensor(step, device=device)
+def _counter(step: int, device: torch.device) -> Tensor:
+    """The step's number as a tensor, or traced code would be made anew for every step."""
+    return torch.tensor(step, device=device)

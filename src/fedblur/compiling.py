@@ -43,7 +43,7 @@ class Compiled:
     def __call__(self, *arguments: Any) -> Any:
         leaves, structure = pytree.tree_flatten(arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        key = (structure, *(_signature(leaf) for leaf in leaves))
+        key = (structure, *(signature(leaf) for leaf in leaves))
         if key not in self.graphs:
             self.graphs[key] = self._compile(arguments, leaves, structure, tensors)
         graph, shape = self.graphs[key]
@@ -112,5 +112,5 @@ def _positions(arguments: tuple[Any, ...], chosen: tuple[int, ...]) -> list[int]
     return [place for i in chosen for place in range(sum(counts[:i]), sum(counts[: i + 1]))]
 
 
-def _signature(leaf: Any) -> Any:
+def signature(leaf: Any) -> Any:
     return (leaf.shape, leaf.dtype, leaf.device, leaf.stride()) if isinstance(leaf, Tensor) else leaf

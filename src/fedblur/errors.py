@@ -26,6 +26,10 @@ class PrivacyError(FedBlurError):
     """A privacy target that cannot be reached, or a budget that is spent."""
 
 
+class RoundAborted(PrivacyError):
+    """Too few clients for the noise that was promised: the round is paid for and not applied, and the run goes on."""
+
+
 class RunError(FedBlurError):
     """A run folder that cannot be written, read or continued."""
 

@@ -215,6 +215,8 @@ def to_json(event: Event) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, Event):
         return to_json(value)
+    if value == math.inf:
+        return "inf"  # JSON has no infinity; only a selection may hold one
     return [to_json(item) for item in value] if isinstance(value, tuple) else value
 
 
@@ -249,6 +251,8 @@ def _read(where: str, hint: Any, value: Any) -> Any:
         return from_json(value)
     if hint == tuple[Event, ...] and isinstance(value, list | tuple):
         return tuple(from_json(item) for item in value)
+    if hint is float and value == "inf":
+        return math.inf
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     if hint in (int, str) and type(value) is hint:

@@ -1,32 +1,29 @@
-"""What has been spent, in SQLite. A row is on disk before the round's result leaves the process (invariant 6).
+"""What has been spent, in a hash chain on disk. A line is written before the round's result leaves the process.
 
-A crash can overcount, never undercount: the row is committed (and synced) first, the model is released after. A run
+A crash can overcount, never undercount (invariant 6): the line is on disk first, the model is released after. A run
 that draws fresh noise and repeats a round after a crash pays for it again. A seeded run repeats the very same
-release, which is one release however often it is computed, so its row is not written twice.
+release, which is one release however often it is computed, so its line is not written twice. A line that a crash cut
+short counts as a release.
+
+The first line is the budget, each other one a release. Checkpoints, the summary and the privacy statement hold the
+chain's last hash, so a ledger that was cut is found as well (`demand_anchor`).
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import sqlite3
-from contextlib import closing
-from dataclasses import astuple, dataclass
+import os
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from fedblur import accounting, events
+from fedblur.chain import Chain, ChainError, Link
 from fedblur.errors import PrivacyError, RunError
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS budget (
-    id INTEGER PRIMARY KEY CHECK (id = 1),
-    epsilon REAL NOT NULL, delta REAL NOT NULL, accountant TEXT NOT NULL, rounds INTEGER NOT NULL
-);
-CREATE TABLE IF NOT EXISTS spends (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, round INTEGER NOT NULL, event TEXT NOT NULL, at TEXT NOT NULL
-);
-"""
+_CUT_SHORT = "a line that a crash cut short, counted as a release"
 
 
 @dataclass(frozen=True)
@@ -40,43 +37,45 @@ class Budget:
 
 
 class Ledger:
-    """The spends of one run, against its budget."""
+    """The spends of one run, against its budget. `about`: the hash of the run's configuration."""
 
-    def __init__(self, path: Path, budget: Budget) -> None:
+    def __init__(self, path: Path, budget: Budget, about: str = "") -> None:
         self.path = path
         self.budget = budget
-        with self._connect() as db:
-            db.executescript(_SCHEMA)
-            db.execute("INSERT OR IGNORE INTO budget VALUES (1, ?, ?, ?, ?)", astuple(budget))
-            stored = Budget(*db.execute("SELECT epsilon, delta, accountant, rounds FROM budget").fetchone())
+        self._chain = Chain(path)
+        self._known = 0  # lines that are in the sets below
+        self._spends: list[tuple[int, str]] = []
+        self._done: set[tuple[int, str]] = set()
+        self._kinds: set[str] = set()
+        with self._chain.writing() as chain:
+            if not chain.links:
+                # the random id keeps two runs' ledgers apart, also those of one configuration in one second
+                chain.append(
+                    {"kind": "budget", "about": about, "id": os.urandom(8).hex(), "at": _now(), **_plain(budget)}
+                )
+        stored, owner = read_budget(self._chain)
         if stored != budget:
             raise PrivacyError(f"{path} was opened for {stored}, not {budget}; a budget does not change during a run")
-
-    def _connect(self) -> _Connection:
-        return _Connection(self.path)
+        if about and owner != about:
+            raise PrivacyError(f"{path} belongs to another configuration ({owner or 'none'}), not to {about}")
 
     def spend(self, round_: int, event: events.Event, replay: bool) -> None:
         """Write down one release, before it happens. `replay`: the same round gives the very same release (seeded)."""
         text = _text(event)
-        with self._connect() as db:
-            done = db.execute("SELECT event FROM spends WHERE round = ?", (round_,)).fetchall()
-            if replay and (text,) in done:
-                return
-            now = datetime.now(UTC).isoformat(timespec="seconds")
-            db.execute("INSERT INTO spends (round, event, at) VALUES (?, ?, ?)", (round_, text, now))
+        with self._chain.writing() as chain:
+            self._catch_up()
+            if not (replay and (round_, text) in self._done):
+                chain.append({"kind": "spend", "round": round_, "event": events.to_json(event), "at": _now()})
 
     def demand_room(self, round_: int, event: events.Event, replay: bool) -> None:
         """Refuse to start a round that would pass the budget."""
         text = _text(event)
-        with self._connect() as db:
-            done = db.execute("SELECT COUNT(*) FROM spends WHERE round = ? AND event = ?", (round_, text)).fetchone()[0]
-            foreign = db.execute("SELECT event FROM spends WHERE event <> ? LIMIT 1", (text,)).fetchone()
-            spent = db.execute("SELECT COUNT(*) FROM spends").fetchone()[0]
+        self._mend(event)
+        foreign = next((kind for kind in self._kinds if kind != text), None)
         if foreign is not None:
-            raise PrivacyError(
-                f"{self.path} holds a spend of another kind ({foreign[0]}); a run releases only one kind"
-            )
-        if spent >= self._allowed(event) and not (replay and done):
+            raise PrivacyError(f"{self.path} holds a spend of another kind ({foreign}); a run releases only one kind")
+        spent = len(self._spends)
+        if spent >= self._allowed(event) and not (replay and (round_, text) in self._done):
             raise PrivacyError(
                 f"the budget is spent: {spent} releases in {self.path} leave no room for round {round_} within "
                 f"epsilon={self.budget.epsilon:g}; start a new run (on these clients it adds to the total)"
@@ -89,9 +88,7 @@ class Ledger:
 
     def spends(self) -> list[tuple[int, events.Event]]:
         """(round, event) of every release, in order."""
-        with self._connect() as db:
-            rows = db.execute("SELECT round, event FROM spends ORDER BY id").fetchall()
-        return [(round_, events.from_json(json.loads(text))) for round_, text in rows]
+        return read_spends(self._read())
 
     def epsilon(self) -> float:
         """What all spends together cost, at the budget's delta."""
@@ -100,38 +97,91 @@ class Ledger:
             return 0.0
         return accounting.epsilon(spent[0][1], len(spent), self.budget.delta, self.budget.accountant)
 
+    def anchor(self) -> dict[str, Any]:
+        """What others keep to find out later whether this ledger was cut: its length and last hash."""
+        return {"lines": len(self._read()), "head": self._chain.head}
+
+    def _read(self) -> list[Link]:
+        return self._chain.read()
+
+    def _mend(self, event: events.Event) -> None:
+        """A torn line was written for a release that may have happened or not: it counts."""
+        with self._chain.writing() as chain:
+            self._catch_up()
+            if chain.torn:
+                round_ = 1 + max((number for number, _ in self._spends), default=0)
+                body = {"kind": "spend", "round": round_, "event": events.to_json(event), "at": _now()}
+                chain.append(body | {"note": _CUT_SHORT})
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        for link in self._chain.links[max(self._known, 1) :]:
+            spend = (link.body["round"], json.dumps(link.body["event"], sort_keys=True))
+            self._spends.append(spend)
+            self._done.add(spend)
+            self._kinds.add(spend[1])
+        self._known = len(self._chain.links)
+
 
 class ForeignLedger(Ledger):
     """The ledger of a process that releases nothing: another one keeps it, and to touch it here is an error."""
 
-    def __init__(self, path: Path, budget: Budget) -> None:
-        self.path, self.budget = path, budget
+    def __init__(self, path: Path, budget: Budget, about: str = "") -> None:
+        self.path, self.budget, self._chain = path, budget, _Nobodys(path)
 
-    def _connect(self) -> _Connection:
+
+class _Nobodys(Chain):
+    def read(self) -> list[Link]:
         raise PrivacyError("only rank 0 keeps the ledger and releases anything")
+
+    def writing(self) -> Any:
+        return self.read()
+
+
+def read_budget(chain: Chain) -> tuple[Budget, str]:
+    """The budget that a ledger was opened for, and the hash of its configuration."""
+    body = chain.links[0].body if chain.links else {}
+    try:
+        budget = Budget(float(body["epsilon"]), body["delta"], body["accountant"], body["rounds"])
+        return budget, body["about"]
+    except (KeyError, TypeError, ValueError):
+        raise ChainError(f"{chain.path} does not begin with a budget; it is not a ledger of this version") from None
+
+
+def read_spends(links: list[Link]) -> list[tuple[int, events.Event]]:
+    """(round, event) of every release, in order; an unknown event is refused."""
+    return [(link.body["round"], events.from_json(link.body["event"])) for link in links[1:]]
+
+
+def open_ledger(path: Path) -> Chain:
+    """A ledger to look at, not to write: whole, or an error that says which line is not."""
+    chain = Chain(path)
+    if chain.read() and not chain.torn:
+        read_budget(chain)
+        return chain
+    what = "ends in the middle of a line; if its run crashed, fedblur resume mends it" if chain.torn else "is empty"
+    raise ChainError(f"{path} {what}")
+
+
+def demand_anchor(path: Path, anchor: Any, holder: str) -> None:
+    """Refuse a ledger that does not continue the one that `holder` remembers."""
+    if not isinstance(anchor, dict) or {"lines", "head"} - anchor.keys():
+        raise RunError(f"{holder} names no ledger; it was made by an earlier version: start a new run")
+    links = Chain(path).read() if path.exists() else []
+    if len(links) < anchor["lines"] or links[anchor["lines"] - 1].hash != anchor["head"]:
+        raise ChainError(
+            f"{path} is not the ledger that {holder} remembers ({anchor['lines']} lines, {anchor['head'][:12]}…): "
+            "it was cut or replaced, and what was spent is unknown; restore it from a copy"
+        )
 
 
 def _text(event: events.Event) -> str:
     return json.dumps(events.to_json(event), sort_keys=True)
 
 
-class _Connection:
-    """A short connection that commits, syncs and closes; a broken file is a one-line error."""
+def _plain(budget: Budget) -> dict[str, Any]:
+    return {**asdict(budget), "epsilon": str(budget.epsilon)}  # JSON has no infinity
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
 
-    def __enter__(self) -> sqlite3.Connection:
-        try:
-            self.db = sqlite3.connect(self.path)
-            self.db.execute("PRAGMA synchronous = FULL")
-        except sqlite3.Error as error:
-            raise RunError(f"the ledger {self.path} cannot be opened: {error}") from None
-        return self.db
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        with closing(self.db):
-            if kind is None:
-                self.db.commit()
-        if isinstance(error, sqlite3.Error):
-            raise RunError(f"the ledger {self.path} cannot be used: {error}; free space or restore it") from None
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

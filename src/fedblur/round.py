@@ -9,7 +9,8 @@ Everything up to the noisy sum stays inside the trusted boundary; only the noisy
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from fedblur.config import LocalTraining
 from fedblur.denoising import Denoise
 from fedblur.diagnostics import Diagnostics
 from fedblur.engines import Alone, Engine, Processes, Task
+from fedblur.errors import RoundAborted
 from fedblur.functional import Forward, Layout
 from fedblur.ledger import Ledger
 from fedblur.masks import Mask
@@ -74,11 +76,18 @@ def run_round(protocol: Protocol, state: ServerState, rng: Rng) -> RoundResult:
     job = client_job(protocol, state)
     width, bound = job.message.width(protocol.layout.total), job.message.l2_bound(job.clip_norm)
     release = Release(width, bound, plan.noise_multiplier, len(cohort), state.theta.device, round_)
-    part = protocol.processes.announce(Task(job, release, cohort))
-    total, diagnostics = protocol.processes.collect(*sum_clients(protocol, part, rng), part.release)
+    pay = cache(partial(protocol.ledger.spend, round_, event, replay=not rng.private))  # once, however often called
+    try:
+        part = protocol.processes.announce(Task(job, release, cohort, pay))
+        total, diagnostics = protocol.processes.collect(*sum_clients(protocol, part, rng), part.release)
+    except RoundAborted as reason:  # paid for as if it had been released, and not repeated: cohorts stay Poisson
+        pay()
+        nothing = Diagnostics(job.message.vector_width(protocol.layout.total), job.clip_norm)
+        figures = nothing.report(release.noise_std, plan.expected_cohort)
+        return RoundResult(replace(state, round=round_), figures | {"aborted": str(reason)})
     noisy = protocol.mechanism.release(total, release, rng)
 
-    protocol.ledger.spend(round_, event, replay=not rng.private)  # on disk before anything leaves (invariant 6)
+    pay()  # on disk before anything leaves (invariant 6)
     update, bits = job.message.decode(noisy, protocol.layout.total)
     mean = update / plan.expected_cohort  # the constant pN, never len(cohort) (invariant 3)
     noise_std = release.noise_std / plan.expected_cohort

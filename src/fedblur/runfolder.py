@@ -1,4 +1,4 @@
-"""A run folder: config.json, rounds.jsonl, ledger.sqlite, checkpoints/, model.safetensors, summary.json."""
+"""A run folder: config, engine and summary (.json), rounds.jsonl, ledger.jsonl, checkpoints/, model.safetensors."""
 
 from __future__ import annotations
 
@@ -26,12 +26,16 @@ class RunFolder:
         return self.path / "config.json"
 
     @property
+    def engine(self) -> Path:
+        return self.path / "engine.json"
+
+    @property
     def rounds(self) -> Path:
         return self.path / "rounds.jsonl"
 
     @property
     def ledger(self) -> Path:
-        return self.path / "ledger.sqlite"
+        return self.path / "ledger.jsonl"
 
     @property
     def checkpoints(self) -> Path:
@@ -62,7 +66,7 @@ class RunFolder:
 
     def abandon(self) -> None:
         """Take back a folder whose run never started; anything else in it stays."""
-        for path in (self.config, self.ledger):
+        for path in (self.config, self.engine, self.ledger):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # not empty: it was the user's before
             self.path.rmdir()
@@ -77,6 +81,21 @@ class RunFolder:
             raise RunError(f"{self.config} cannot be read: {error}") from None
         assert isinstance(table, dict)
         return table
+
+    def record_engine(self, kind: str, device: str, words: str) -> None:
+        """Which engine computes this run: another one would give other bits."""
+        record = {"engine": kind, "device": device, "machine": words}
+        write_atomically(self.engine, (json.dumps(record, indent=2) + "\n").encode())
+
+    def recorded_engine(self, device: str) -> str | None:
+        """The engine that this run was started with on this kind of device; None where that is not known."""
+        try:
+            record = json.loads(self.engine.read_text())
+            return str(record["engine"]) if record["device"] == device else None
+        except FileNotFoundError:  # a run from before engines were recorded
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RunError(f"{self.engine} cannot be read: {error}; delete it to choose anew") from None
 
     def append_round(self, row: Mapping[str, Any]) -> None:
         """One line of rounds.jsonl."""

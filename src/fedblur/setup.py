@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
 from fedblur.accounting import PrivacyPlan, make_plan
-from fedblur.config import Config
+from fedblur.binding import mechanism_for
+from fedblur.bounding import Message
+from fedblur.client import ClientJob
+from fedblur.config import Config, config_hash
 from fedblur.data.federation import load_federation
 from fedblur.data.population import Federation, Samples
-from fedblur.engines import Alone, choose_engine
+from fedblur.engines import Alone, Choice, Processes, choose_engine
 from fedblur.engines.distributed import Ranks, own_device
 from fedblur.engines.local import EngineName
+from fedblur.engines.timing import Work, timed_choice
 from fedblur.errors import ConfigError
 from fedblur.functional import Layout, ModuleFunction, as_function, check_model, initial_vector
 from fedblur.ledger import Budget, ForeignLedger, Ledger
-from fedblur.mechanisms import Mechanism
-from fedblur.mechanisms.base import Conditions
 from fedblur.models import make_model
 from fedblur.rng import Rng, make_rng
 from fedblur.round import Protocol
-from fedblur.sampling import Sampler
+from fedblur.runfolder import RunFolder
 
 Precision = Literal["auto", "bf16", "fp32"]
 
@@ -45,6 +47,13 @@ class Machine:
         """Whether to compute in bfloat16 (weights, updates and sums stay float32): on GPUs that have it."""
         able = device.type == "cuda" and torch.cuda.is_bf16_supported()
         return self.precision == "bf16" or (self.precision == "auto" and able)
+
+    def as_recorded(self, folder: RunFolder) -> Machine:
+        """With the engine that a run was started with, unless the user names one: another one gives other bits."""
+        recorded = folder.recorded_engine(self.torch_device().type)
+        if self.engine != "auto" or recorded not in get_args(EngineName):
+            return self
+        return replace(self, engine=cast(EngineName, recorded))
 
     def torch_device(self) -> torch.device:
         name = own_device(self.device)
@@ -71,6 +80,12 @@ class Setup:
     rng: Rng
     held_out: Samples  # what accuracy is measured on: validation clients or test data, never both
     machine: str  # where and how it computes, in words
+    choice: Choice  # of the engine
+
+    @property
+    def header(self) -> str:
+        """What a run says first."""
+        return f"engine: {self.machine}; --engine names another"
 
 
 def prepare(
@@ -79,9 +94,14 @@ def prepare(
     machine: Machine,
     federation: Federation | None = None,
     module: nn.Module | None = None,
-    ranks: Ranks | None = None,
+    processes: Processes | None = None,
+    canaries: int = 0,
 ) -> Setup:
-    """Check and build everything. `federation` and `module` replace what the configuration names."""
+    """Check and build everything. `federation` and `module` replace what the configuration names.
+
+    `canaries`: clients that an audit adds to the population; they count like any other.
+    """
+    processes = processes or Alone()
     device, rng = machine.torch_device(), make_rng(config.seed)
     data = federation or load(config, machine)
     shape, classes, named = data.train.shape, data.train.classes, module is None
@@ -90,28 +110,30 @@ def prepare(
     check_model(module, shape, classes)
     layout, initial = Layout.of(module), initial_vector(module)
     module, half = module.to(device).train(), machine.half(device)
-    plan = plan_for(config, data.train.clients, layout.total)
+    plan = plan_for(config, data.train.clients + canaries, layout.total)
     if config.clipping is not None:
         config.clipping.vector_multiplier(plan.noise_multiplier, plan.expected_cohort)  # refuses before a round
     forward = as_function(module, half)
     if named and all(tensor.requires_grad for tensor in module.parameters()):  # frozen ones differ with the seed
         forward = _forward(config.model, shape, classes, half, device)
-    keeper = ForeignLedger if ranks is not None and ranks.rank else Ledger
+    keeper = ForeignLedger if processes.rank else Ledger
+    job = ClientJob(
+        forward, layout, layout.unflatten(initial.to(device)), config.local, config.method, config.clip_norm,
+        Message(config.bounding),
+    )  # fmt: skip
+    work = Work(job, module, shape, classes, plan.expected_cohort, config.rounds)
+    choice = _choice(work, machine, device, processes)
+    steps = config.rounds * config.local.steps
     protocol = Protocol(
         plan=plan,
-        engine=choose_engine(
-            data.train,
-            module,
-            layout.total,
-            device,
-            machine.engine,
-            config.rounds * config.local.steps,
-            plan.expected_cohort,
-        ),
+        engine=processes.engine
+        or choose_engine(data.train, module, layout.total, device, choice.kind, steps, plan.expected_cohort),
         mechanism=mechanism_for(config, plan.sampler, layout.total),
         server=config.server,
         averaging=config.averaging,
-        ledger=keeper(ledger, Budget(plan.epsilon_target, plan.delta, config.accountant, config.rounds)),
+        ledger=keeper(
+            ledger, Budget(plan.epsilon_target, plan.delta, config.accountant, config.rounds), config_hash(config)
+        ),
         forward=forward,
         layout=layout,
         local=config.local,
@@ -121,13 +143,23 @@ def prepare(
         clipping=config.clipping,
         mask=config.mask,
         denoise=config.denoise,
-        processes=ranks or Alone(),
+        processes=processes,
     )
-    words = f"{protocol.engine}, {'bf16' if half else 'fp32'}"
-    if ranks is not None:
-        ranks.ready(data.train, layout.total)
-        words += f", {ranks}"
-    return Setup(config, data, module, initial.to(device), protocol, rng, held_out(config, data), words)
+    processes.ready(data.train, layout.total)
+    words = processes.describe(f"{protocol.engine}{choice.why and f' ({choice.why})'}, {'bf16' if half else 'fp32'}")
+    return Setup(config, data, module, initial.to(device), protocol, rng, held_out(config, data), words, choice)
+
+
+def _choice(work: Work, machine: Machine, device: torch.device, processes: Processes) -> Choice:
+    """The engine that was asked for, or the one that suits; under torchrun rank 0 chooses for all."""
+    if processes.engine is not None:
+        return Choice("sequential")  # a node of a federation trains one client
+    choice = None
+    if not processes.rank:
+        choice = timed_choice(work, device) if machine.engine == "auto" else Choice(machine.engine)
+    told = processes.tell(choice) if isinstance(processes, Ranks) else choice
+    assert isinstance(told, Choice)
+    return told
 
 
 @functools.lru_cache(maxsize=4)
@@ -171,15 +203,6 @@ def plan_for(config: Config, clients: int, parameters: int) -> PrivacyPlan:
         epsilon=config.epsilon,
         noise_multiplier=config.noise_multiplier,
     )
-
-
-def mechanism_for(config: Config, sampler: Sampler, parameters: int) -> Mechanism:
-    """The configuration's mechanism for messages of the width that this run's clients send."""
-    width = parameters if config.mask is None else config.mask.kept(parameters)
-    width += config.clipping is not None  # the bit of adaptive clipping
-    conditions = Conditions(width, config.clip_norm, sampler.expected_cohort, sampler.clients)
-    mechanism: Mechanism = config.mechanism.bind(conditions)
-    return mechanism
 
 
 def held_out(config: Config, data: Federation) -> Samples:

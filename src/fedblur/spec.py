@@ -1,5 +1,6 @@
 """A table of a paper as data: base + axes + rows, expanded into cells by code (DESIGN §7).
 
+tuning = "..."             # how the settings were chosen, for the privacy statements
 results = "results"        # where results are kept, from this file's folder; tables of one paper share them
 [base]                     # the shared configuration
 [axes]                     # cartesian; `seed` is averaged over, the others make the rows of the printed table
@@ -21,7 +22,7 @@ from typing import Any
 from fedblur.config import Config, apply_overrides, config_hash, from_dict, read_toml
 from fedblur.errors import ConfigError, nearest
 
-_SECTIONS = {"title", "note", "results", "base", "axes", "rows", "expected"}
+_SECTIONS = {"title", "note", "tuning", "results", "base", "axes", "rows", "expected"}
 _ROW = {"label", "axes", "priority"}  # the other keys of a row are settings
 _PRIORITY = 5
 
@@ -72,6 +73,7 @@ class Spec:
     cells: tuple[Cell, ...]
     expected: dict[str, float]
     results: Path | None = None  # a folder that the file names
+    tuning: str = ""  # how the settings were chosen: for the privacy statements
 
 
 def read_spec(path: Path, overrides: Iterable[str] = ()) -> Spec:
@@ -92,8 +94,9 @@ def read_spec(path: Path, overrides: Iterable[str] = ()) -> Spec:
         )
     results = path.parent / table["results"] if "results" in table else None
     return Spec(
-        path.stem, table.get("title", path.stem), table.get("note", ""), tuple(cells.values()), expected, results
-    )
+        path.stem, table.get("title", path.stem), table.get("note", ""), tuple(cells.values()), expected, results,
+        table.get("tuning", ""),
+    )  # fmt: skip
 
 
 def _expand(

@@ -81,10 +81,12 @@ def privacy_statement(setup: Setup, state: ServerState) -> dict[str, Any]:
         "support": "all coordinates" if protocol.mask is None else f"public mask {canonical(describe(protocol.mask))}",
         "expected_cohort": plan.expected_cohort,
         "releases": spends,
+        "ledger": setup.protocol.ledger.anchor(),
         "trust_model": config.mechanism.trust,
         "tuning": "Settings chosen before this run are not accounted; "
         f"accuracy was measured on {evaluated_on(config)} data",
         "signal_to_noise": signal_to_noise(vector_plan(protocol), sent_coordinates(protocol)),
+        **protocol.processes.statement(plan),
     }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ from torch import nn
 from fedblur.checkpoint import Checkpoint, load_newest, save_checkpoint, write_atomically
 from fedblur.config import Config, canonical, differences, from_dict, to_dict
 from fedblur.data.population import Federation
-from fedblur.engines import suitable_threads
+from fedblur.engines import Processes, suitable_threads
 from fedblur.engines.distributed import Ranks, demand_one_process, together
-from fedblur.errors import DivergedError, LostRankError, PrivacyError, RunError
+from fedblur.errors import DivergedError, LostRankError, PrivacyError, RoundAborted, RunError
 from fedblur.evaluation import evaluate
 from fedblur.functional import initial_vector, load_vector
+from fedblur.ledger import demand_anchor
 from fedblur.round import client_job, run_round, sum_clients
 from fedblur.runfolder import RunFolder
 from fedblur.server import ServerState, published
@@ -61,17 +63,24 @@ def train(
     federation: Federation | None = None,
     module: nn.Module | None = None,
     watch: Watcher | None = None,
+    tell: Callable[[str], None] | None = None,
+    nodes: Processes | None = None,
 ) -> Run:
-    """Run a configuration from the start. `federation` and `module` bring your own data and model.
+    """Run a configuration from the start. `federation` and `module` bring your own data and model; `tell` hears which
+    engine computes it and why.
 
-    Under torchrun, call it on every rank: rank 0's configuration and folder count, and all get the same Run.
+    Under torchrun, call it on every rank: rank 0's configuration and folder count, and all get the same Run. `nodes`
+    are the clients of a real federation (`engines/flower`).
     """
     config, machine = config or Config(), machine or Machine()
+    if nodes is not None:
+        folder = RunFolder(Path(out or default_folder(config)))
+        return _begin(config, folder, machine, federation, module, watch, tell, nodes)
     with together(machine.torch_device, machine.rank_timeout) as ranks:
         if ranks is not None and ranks.rank:
             return _assist(ranks, machine, federation, module)
         folder = RunFolder(Path(out) if out is not None else default_folder(config))
-        return _begin(config, folder, machine, federation, module, watch, ranks)
+        return _begin(config, folder, machine, federation, module, watch, tell, ranks)
 
 
 def _begin(
@@ -81,7 +90,8 @@ def _begin(
     federation: Federation | None,
     module: nn.Module | None,
     watch: Watcher | None,
-    ranks: Ranks | None,
+    tell: Callable[[str], None] | None,
+    processes: Processes | None,
 ) -> Run:
     resolved = _resolved(config, federation, module)
     if config.voting is not None:
@@ -92,16 +102,19 @@ def _begin(
 
         return run_election(config, folder, resolved, machine, federation, module, watch, new=True)
     try:
-        _greet(ranks, folder, resolved)
-        setup = prepare(config, folder.ledger, machine, federation, module, ranks)
+        _greet(processes, folder, resolved)
+        setup = prepare(config, folder.ledger, machine, federation, module, processes)
+        folder.record_engine(setup.choice.kind, setup.initial.device.type, setup.machine)
     except BaseException:
         folder.abandon()  # nothing was released: leave no half-made run behind
         raise
+    if tell is not None:
+        tell(setup.header)
     state = setup.protocol.server.init(setup.initial)
     if config.averaging is not None:
         state = config.averaging.init(state)
-    _save(folder, state, resolved)
-    return _dismiss(ranks, setup, _loop(folder, setup, state, resolved, [], watch))
+    _save(folder, setup, state, resolved)
+    return _dismiss(processes, setup, _loop(folder, setup, state, resolved, [], watch))
 
 
 def resume(
@@ -112,9 +125,12 @@ def resume(
     module: nn.Module | None = None,
     watch: Watcher | None = None,
     tell: Callable[[str], None] = print,
+    nodes: Processes | None = None,
 ) -> Run:
     """Go on with a run from its last whole checkpoint. `tell` hears what had to be mended."""
     machine = machine or Machine()
+    if nodes is not None:
+        return _go_on(RunFolder(Path(path)), machine, federation, module, watch, tell, nodes)
     with together(machine.torch_device, machine.rank_timeout) as ranks:
         if ranks is not None and ranks.rank:
             return _assist(ranks, machine, federation, module)
@@ -128,7 +144,7 @@ def _go_on(
     module: nn.Module | None,
     watch: Watcher | None,
     tell: Callable[[str], None],
-    ranks: Ranks | None,
+    processes: Processes | None,
 ) -> Run:
     path = folder.path
     resolved = folder.resolved()
@@ -139,6 +155,7 @@ def _go_on(
             f"the configuration of {path} was changed ({'; '.join(changed)}); put it back or start a new run"
         )
     config = _config_of(resolved, federation, module)
+    demand_anchor(folder.ledger, checkpoint.state.get("ledger"), f"the checkpoint of round {checkpoint.round}")
     for note in notes:
         tell(note)
     if config.voting is not None:
@@ -146,8 +163,8 @@ def _go_on(
         from fedblur.voting.protocol import run_election  # which imports this file
 
         return run_election(config, folder, resolved, machine, federation, module, watch, new=False)
-    _greet(ranks, folder, resolved)
-    setup = prepare(config, folder.ledger, machine, federation, module, ranks)
+    _greet(processes, folder, resolved)
+    setup = prepare(config, folder.ledger, machine.as_recorded(folder), federation, module, processes)
     device = setup.initial.device
     tensors = {name: tensor.to(device) for name, tensor in checkpoint.tensors.items()}
     if tensors["theta"].shape != setup.initial.shape:
@@ -156,21 +173,34 @@ def _go_on(
         )
     state = ServerState.from_tensors(tensors, checkpoint.round)
     rows = folder.truncate_rounds(checkpoint.round)
-    return _dismiss(ranks, setup, _loop(folder, setup, state, resolved, rows, watch))
+    return _dismiss(processes, setup, _loop(folder, setup, state, resolved, rows, _with_header(setup, tell, watch)))
 
 
-def _greet(ranks: Ranks | None, folder: RunFolder, resolved: dict[str, Any]) -> None:
+def _with_header(setup: Setup, tell: Callable[[str], None], watch: Watcher | None) -> Watcher:
+    """The header with the first round: a run that may not go on says why, and nothing else."""
+    header = iter([setup.header])
+
+    def watching(row: Row) -> None:
+        for text in header:
+            tell(text)
+        if watch is not None:
+            watch(row)
+
+    return watching
+
+
+def _greet(processes: Processes | None, folder: RunFolder, resolved: dict[str, Any]) -> None:
     """Tell the other ranks what this run is."""
-    if ranks is not None:
-        ranks.path = str(folder.path)
-        ranks.tell((ranks.path, resolved))
+    if isinstance(processes, Ranks):
+        processes.path = str(folder.path)
+        processes.tell((processes.path, resolved))
 
 
-def _dismiss(ranks: Ranks | None, setup: Setup, run: Run) -> Run:
+def _dismiss(processes: Processes | None, setup: Setup, run: Run) -> Run:
     """Tell the other ranks that the run is complete, and its result."""
-    if ranks is not None:
-        ranks.tell(None)
-        ranks.tell((run.summary, run.rounds, initial_vector(setup.module).cpu()))
+    if isinstance(processes, Ranks):
+        processes.tell(None)
+        processes.tell((run.summary, run.rounds, initial_vector(setup.module).cpu()))
     return run
 
 
@@ -184,7 +214,8 @@ def _assist(ranks: Ranks, machine: Machine, federation: Federation | None, modul
     with suitable_threads(setup.initial.device, protocol.layout.total):
         while (task := ranks.hear(job)) is not None:
             rng = setup.rng.child("round", task.release.round_)
-            ranks.collect(*sum_clients(protocol, task, rng), task.release)
+            with suppress(RoundAborted):  # as rank 0 does, which writes it down
+                ranks.collect(*sum_clients(protocol, task, rng), task.release)
     summary, rows, vector = ranks.tell()
     load_vector(setup.module, vector.to(setup.initial.device))
     return Run(Path(ranks.path), summary, setup.module.eval(), rows)
@@ -220,14 +251,14 @@ def _loop(
                 rows.append(_row(setup, state, result.local_only, began))
                 folder.append_round(rows[-1])
                 if state.round % config.checkpoint_every == 0 or state.round == config.rounds:
-                    _save(folder, state, resolved)
+                    _save(folder, setup, state, resolved)
                     saved = state.round
                 if watch is not None:
                     watch(rows[-1])
                 _demand_finite(rows[-1], config)
     except (PrivacyError, DivergedError, LostRankError, KeyboardInterrupt):  # keep what has been paid for
         if state.round > saved:
-            _save(folder, state, resolved)
+            _save(folder, setup, state, resolved)
         _finish(folder, setup, state, rows)
         raise
     return _finish(folder, setup, state, rows)
@@ -271,8 +302,9 @@ def _finish(folder: RunFolder, setup: Setup, state: ServerState, rows: list[Row]
     return Run(folder.path, summary, setup.module.eval(), rows)
 
 
-def _save(folder: RunFolder, state: ServerState, resolved: dict[str, Any]) -> None:
-    save_checkpoint(folder.checkpoints, Checkpoint(state.round, state.tensors(), {"config": resolved}))
+def _save(folder: RunFolder, setup: Setup, state: ServerState, resolved: dict[str, Any]) -> None:
+    about = {"config": resolved, "ledger": setup.protocol.ledger.anchor()}
+    save_checkpoint(folder.checkpoints, Checkpoint(state.round, state.tensors(), about))
 
 
 def _resolved(config: Config, federation: Federation | None, module: nn.Module | None) -> dict[str, Any]:

@@ -56,12 +56,14 @@ def run_search(search: Search, out: Path, machine: Machine, data: Federation, wa
         )
     rng = make_rng(search.candidates[0].seed)
     picks = _draw(search, local, rng)
-    _pay(search, out)
+    ledger = _pay(search, out)
     trials = _Trials(search, local, machine, data, rng, watch)
     scores = [trials.run(index, pick) for index, pick in enumerate(picks)]
     if scores:
         best = max(range(len(scores)), key=scores.__getitem__)  # the first of equals: trials are exchangeable
-        summary = _release(search, RunFolder(local / f"trial-{best}"), folder, scores[best], data)
+        stated = statement(search, data) | {"ledger": ledger.anchor()}
+        stated["selection"]["score"] = scores[best]
+        summary = _release(search, RunFolder(local / f"trial-{best}"), folder, stated)
     else:
         summary = {"status": NOTHING, "privacy": {"epsilon": search.epsilon, "delta": search.delta}}
         folder.write_summary(summary)
@@ -85,13 +87,14 @@ def _draw(search: Search, local: Path, rng: Rng) -> list[int]:
     return picks
 
 
-def _pay(search: Search, out: Path) -> None:
+def _pay(search: Search, out: Path) -> Ledger:
     """The ledger's row for all trials together, on disk before the first."""
     out.mkdir(parents=True, exist_ok=True)
-    ledger = Ledger(RunFolder(out).ledger, Budget(search.epsilon, search.delta, "rdp", rounds=1))
+    ledger = Ledger(RunFolder(out).ledger, Budget(search.epsilon, search.delta, "rdp", rounds=1), search.key)
     if not ledger.spends():
         ledger.demand_room(1, search.event, replay=False)
         ledger.spend(1, search.event, replay=False)
+    return ledger
 
 
 @dataclass(frozen=True)
@@ -134,14 +137,14 @@ class _Trials:
         return (float((each - HALF).sum()) + blur) / self.data.validation_clients + HALF
 
 
-def _release(search: Search, winner: RunFolder, out: RunFolder, score: float, data: Federation) -> dict[str, Any]:
+def _release(search: Search, winner: RunFolder, out: RunFolder, stated: dict[str, Any]) -> dict[str, Any]:
     """The winner's configuration, model, summary and rounds, without what is local only."""
     summary: dict[str, Any] = json.loads(winner.summary.read_text())
-    summary["privacy"] |= {"epsilon": search.epsilon, "accountant": "rdp", "releases": 1, **statement(search, data)}
-    summary["privacy"]["selection"]["score"] = score
+    summary["privacy"] |= {"epsilon": search.epsilon, "accountant": "rdp", "releases": 1, **stated}
     summary["local_only"] = {"clipped_share": None}
     barred = ("local_only", "epsilon")  # a trial's own epsilon is not what was spent
     rows = [{key: value for key, value in row.items() if key not in barred} for row in winner.read_rounds()]
+    rows = [{**row, "stage": "the winner's training"} for row in rows]  # not releases of their own: the search is one
     write_atomically(out.config, winner.config.read_bytes())
     write_atomically(out.model, winner.model.read_bytes())
     write_atomically(out.rounds, "".join(json.dumps(row) + "\n" for row in rows).encode())

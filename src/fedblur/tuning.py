@@ -13,6 +13,7 @@ A client has one role, so a trial costs it the one or the other, and the search 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterable
@@ -61,7 +62,8 @@ class Search:
     def key(self) -> str:
         """Twelve digits that change with the candidates and with what the search costs."""
         keys = [config_hash(config) for config in self.candidates]
-        return canonical([keys, self.count.shape, self.count.mean, self.score_noise])
+        text = canonical([keys, self.count.shape, self.count.mean, self.score_noise])
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def candidates(configs: Iterable[Config]) -> tuple[Config, ...]:
@@ -135,6 +137,7 @@ def statement(search: Search, data: Federation) -> dict[str, Any]:
         f"epsilon = {search.trial_epsilon:.3g}; the choice costs {cost:.3g} more. Test accuracy is a measurement "
         "for the reader that the guarantee does not cover",
         "selection": {
+            "search": search.key,
             "law": law,
             "expected_trials": search.count.mean,
             "candidates": len(search.candidates),

@@ -4,15 +4,16 @@ import json
 import os
 import random
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
+
+from fedblur.chain import Chain
+from fedblur.ledger import read_spends
 
 KILLS, ROUNDS = 20, 400
 FLAGS = [
@@ -51,13 +52,10 @@ def forker() -> Iterator[Forker]:
 
 
 def spends(run: Path) -> int:
-    if not (run / "ledger.sqlite").exists():
+    if not (run / "ledger.jsonl").exists():
         return 0
-    with closing(sqlite3.connect(run / "ledger.sqlite")) as db:  # not read-only: a hot journal must be rolled back
-        try:
-            return int(db.execute("SELECT COUNT(DISTINCT round) FROM spends").fetchone()[0])
-        except sqlite3.OperationalError:  # killed while the tables were being made
-            return 0
+    chain = Chain(run / "ledger.jsonl")  # refuses lines that do not follow from each other
+    return len({round_ for round_, _ in read_spends(chain.read())})
 
 
 def released(run: Path) -> int:

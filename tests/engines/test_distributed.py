@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ import fedblur
 from fedblur.engines.distributed import Ranks, demand_one_process, launched, own_device, rank, together
 from fedblur.engines.processes import Task
 from fedblur.errors import ConfigError, PrivacyError
-from fedblur.ledger import Budget, ForeignLedger
+from fedblur.ledger import Budget, ForeignLedger, open_ledger, read_spends
 from fedblur.mechanisms.base import Release
 from tests.engines.ranks import CASES, case
 from tests.worlds import CPU, job_for
@@ -79,8 +78,7 @@ def wait_for_rounds(run: Path, rounds: int) -> None:
 
 
 def spent_rounds(run: Path) -> list[int]:
-    with sqlite3.connect(run / "ledger.sqlite") as db:
-        return [row[0] for row in db.execute("SELECT round FROM spends ORDER BY id")]
+    return [round_ for round_, _ in read_spends(open_ledger(run / "ledger.jsonl").links)]
 
 
 def vector(run: fedblur.Run) -> torch.Tensor:
@@ -226,7 +224,7 @@ def test_ranks__parts_are_disjoint_and_whole() -> None:
 
 
 def test_other_ranks__cannot_touch_the_ledger(tmp_path: Path) -> None:
-    ledger = ForeignLedger(tmp_path / "ledger.sqlite", Budget(1.0, 1e-5, "pld", 3))
+    ledger = ForeignLedger(tmp_path / "ledger.jsonl", Budget(1.0, 1e-5, "pld", 3))
     with pytest.raises(PrivacyError, match="only rank 0 keeps the ledger"):
         ledger.spends()
-    assert not (tmp_path / "ledger.sqlite").exists()
+    assert not (tmp_path / "ledger.jsonl").exists()

@@ -68,7 +68,7 @@ def test_run__trains_on_digits_with_its_epsilon_in_the_ledger(tmp_path: Path, wo
     privacy = answer["privacy"]
     assert 0 < privacy["epsilon"] <= 2.0
     assert "secure sum modulo 2^16" in privacy["trust_model"]
-    ledger = Ledger(folder / "ledger.sqlite", Budget(2.0, privacy["delta"], "rdp", 5))
+    ledger = Ledger(folder / "ledger.jsonl", Budget(2.0, privacy["delta"], "rdp", 5))
     assert ledger.epsilon() == privacy["epsilon"]
     assert [round_ for round_, _ in ledger.spends()] == [1, 2, 3, 4, 5]
     event = ledger.spends()[0][1]

@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 from fedblur.clipping import Bounded
-from fedblur.errors import ConfigError, PrivacyError
+from fedblur.errors import ConfigError, PrivacyError, RoundAborted
 from fedblur.mechanisms.base import Conditions, Release
 from fedblur.mechanisms.coins import Coins
 from fedblur.mechanisms.ddgauss import DDGauss
@@ -135,6 +135,24 @@ def test_invariant_8__fewer_discrete_shares_than_planned_abort_the_round() -> No
         mechanism.accumulate([Bounded(torch.zeros(3, 100), S)], request, Seeded.root(0))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cohort", [4, 9, 30])
+def test_min_cohort__shares_are_sized_for_the_fewest_clients_that_are_accepted(kind, cohort: int) -> None:
+    """Four clients carry the promised noise, more carry more; the grid leaves room for it."""
+    mechanism, request = bind(kind(mode="exact", min_cohort=4), 8000, 10), Release(8000, S, 2.0, cohort, CPU)
+    rng = Seeded.root(5)
+    total = mechanism.accumulate(blocks(torch.zeros(cohort, 8000)), request, rng)
+    noisy = mechanism.release(total, request, rng)
+    assert float(noisy.double().std()) == pytest.approx(2.0 * S * math.sqrt(cohort / 4), rel=0.04)
+    assert mechanism.grid(2.0).clip_steps < bind(kind(mode="exact"), 8000, 10).grid(2.0).clip_steps
+
+
+def test_invariant_8__fewer_clients_than_shares_are_sized_for_abort_the_round() -> None:
+    mechanism, request = bind(DDGauss(mode="exact", min_cohort=4), 100, 5), Release(100, S, 1.0, 3, CPU)
+    with pytest.raises(RoundAborted, match="3 clients of the 4"):
+        mechanism.accumulate(iter(()), request, Seeded.root(0))
+
+
 @pytest.mark.parametrize("mode", ["fast", "exact"])
 def test_release__does_not_depend_on_blocks_of_clients(mode: str) -> None:
     rows, mechanism, request = updates(7, 300), bind(DDGauss(mode=mode), 300, 7), Release(300, S, 1.0, 7, CPU)
@@ -161,6 +179,8 @@ def test_secure_sum__refuses_updates_with_a_larger_bound_or_another_shape() -> N
         ({"bits": 25}, "bits=25"),
         ({"k_stddevs": 0.0}, "k_stddevs"),
         ({"beta": 1.0}, "beta=1.0"),
+        ({"min_cohort": 3}, 'needs mechanism.mode = "exact"'),
+        ({"min_cohort": 0, "mode": "exact"}, "min_cohort=0"),
     ],
 )
 def test_settings__out_of_range(settings: dict[str, float], message: str) -> None:

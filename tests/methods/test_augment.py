@@ -1,12 +1,13 @@
 """Views of images: seeded by client, step and row alone, the same on every engine, and what they claim to be."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from fedblur.client import LocalProgram, Trained, local_update, many_clients
+from fedblur.client import LocalProgram, Trained, batched_step, local_update, many_clients, run_steps
 from fedblur.compiling import Compiled
 from fedblur.config import LocalTraining
 from fedblur.engines import LocalEngine, WorkerEngine
@@ -40,8 +41,9 @@ def test_augment__compiled_steps_see_the_same_views() -> None:
     torch.manual_seed(0)
     job = job_for(SmallCnn(), (EVERYTHING,), local=LocalTraining(2, 8, 0.1))
     shard, work = work_for(job, packed([8, 5]), [0, 1])
-    plain = many_clients(LocalProgram(job.forward, job.layout, job.local, job.methods))
-    traced = plain._replace(step=Compiled(plain.step, "aot_eager"))
+    program = LocalProgram(job.forward, job.layout, job.local, job.methods)
+    plain = many_clients(program)
+    traced = plain._replace(train=partial(run_steps, Compiled(batched_step(program), "aot_eager"), job.local))
     expected, got = (local_update(job, steps, shard, work) for steps in (plain, traced))
     torch.testing.assert_close(Trained(*got), Trained(*expected), rtol=1e-4, atol=1e-6)
 

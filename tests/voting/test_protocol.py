@@ -2,7 +2,6 @@
 
 import json
 import math
-import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import fedblur
 from fedblur.cli import app
 from fedblur.errors import PrivacyError, RunError
 from fedblur.experiments import read_spec, run_table
-from fedblur.ledger import Ledger
+from fedblur.ledger import Ledger, open_ledger
 from fedblur.setup import Machine
 from fedblur.summary import NOISELESS, SEEDED
 from fedblur.voting import protocol
@@ -39,8 +38,7 @@ def stop_at(stage: str, round_: int):
 
 
 def spends(path: Path) -> int:
-    with sqlite3.connect(path / "ledger.sqlite") as db:
-        return int(db.execute("SELECT COUNT(*) FROM spends").fetchone()[0])
+    return len(open_ledger(path / "ledger.jsonl").links) - 1  # the first line is the budget
 
 
 def weights(path: Path) -> bytes:
@@ -50,7 +48,7 @@ def weights(path: Path) -> bytes:
 def test_run__writes_a_whole_run_folder(tmp_path: Path) -> None:
     run = fedblur.train(SHORT, out=tmp_path / "run")
     assert {p.name for p in run.path.iterdir()} == {
-        "config.json", "rounds.jsonl", "ledger.sqlite", "checkpoints", "model.safetensors", "summary.json",
+        "config.json", "rounds.jsonl", "ledger.jsonl", "checkpoints", "model.safetensors", "summary.json",
     }  # fmt: skip
     stored = load_file(run.path / "model.safetensors")
     assert all(torch.equal(stored[name], p) for name, p in run.module.state_dict().items())
@@ -222,7 +220,7 @@ def test_invariant_6__a_second_draw_would_be_a_second_release(tmp_path: Path) ->
     with pytest.raises(Stop):
         fedblur.train(config, out=tmp_path / "run", watch=stop_at("teachers", 323))
     run = tmp_path / "run"
-    election = protocol.prepare(config, run / "ledger.sqlite", Machine(), None, None)
+    election = protocol.prepare(config, run / "ledger.jsonl", Machine(), None, None)
     election.ledger.spend(1, election.event, replay=False)
     with pytest.raises(PrivacyError, match="the budget is spent"):
         fedblur.resume(run)

@@ -105,7 +105,7 @@ def test_plan__without_noise_is_not_private() -> None:
 
 def test_ledger__holds_votes_and_reads_them_back(tmp_path) -> None:
     plan = plan_votes(437, VoteNoise(200, 400, 3.0), epsilon=2.0)
-    ledger = Ledger(tmp_path / "ledger.sqlite", Budget(2.0, plan.delta, "pld", 1))
+    ledger = Ledger(tmp_path / "ledger.jsonl", Budget(2.0, plan.delta, "pld", 1))
     ledger.demand_room(1, plan.event(), replay=False)
     ledger.spend(1, plan.event(), replay=True)
     ledger.spend(1, plan.event(), replay=True)  # the very same labels: one release

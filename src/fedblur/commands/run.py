@@ -14,6 +14,7 @@ from fedblur.engines.distributed import rank
 from fedblur.engines.local import EngineName
 from fedblur.errors import ConfigError
 from fedblur.report.progress import RunProgress
+from fedblur.report.statement import write_statement
 from fedblur.report.text import print_summary
 from fedblur.setup import Machine, Precision
 from fedblur.train import Run, default_folder, train
@@ -21,7 +22,10 @@ from fedblur.train import resume as resume_run
 
 DataDir = Annotated[Path | None, typer.Option(help="Folder with data sets in the hub's layout.", envvar="FEDBLUR_DATA")]
 Device = Annotated[str, typer.Option(help='Where to compute: "auto", "cpu", "cuda", "cuda:1".')]
-EngineOption = Annotated[str, typer.Option(help='"auto", "vectorised" (blocks of clients) or "sequential".')]
+EngineOption = Annotated[
+    str,
+    typer.Option(help='"auto" (timed), "vectorised" (blocks of clients), "sequential".', envvar="FEDBLUR_ENGINE"),
+]
 PrecisionOption = Annotated[
     str, typer.Option("--precision", help='"auto" (bf16 on a GPU that has it), "bf16", "fp32".')
 ]
@@ -79,7 +83,7 @@ def run(
     folder = out or default_folder(resolved)
     machine = make_machine(device, engine, data_dir, precision, rank_timeout)
     with RunProgress(resolved.rounds, quiet or json_ or rank() > 0) as progress:
-        done = train(resolved, out=folder, machine=machine, watch=progress)
+        done = train(resolved, out=folder, machine=machine, watch=progress, tell=progress.note)
     _show(done, json_)
 
 
@@ -131,3 +135,10 @@ def _show(done: Run, as_json: bool) -> None:
         typer.echo(json.dumps(json.loads(canonical({"run": str(done.path), **done.summary})), indent=2))
     else:
         print_summary(done, Console())
+        Console(soft_wrap=True).print(privacy_line(done.path), highlight=False)
+
+
+def privacy_line(run: Path, tuning: str = "") -> str:
+    """Write a run's privacy statement; the claim in one line, and where the statement is."""
+    made, path = write_statement(run, tuning=tuning)
+    return f"Privacy: {made.one_line()}. Statement: {path} (.html, .json)"

@@ -11,7 +11,16 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from fedblur.commands.run import DataDir, Device, EngineOption, Json, PrecisionOption, Quiet, make_machine
+from fedblur.commands.run import (
+    DataDir,
+    Device,
+    EngineOption,
+    Json,
+    PrecisionOption,
+    Quiet,
+    make_machine,
+    privacy_line,
+)
 from fedblur.config import canonical
 from fedblur.errors import ConfigError
 from fedblur.experiments import Cell, TimeLimit, aggregate, pending, run_cells
@@ -21,6 +30,7 @@ from fedblur.report.table import render, render_forecast
 from fedblur.results import Results, demand_folder
 from fedblur.spec import Spec, read_spec
 from fedblur.summary import SEEDED
+from fedblur.verification import compose, read_books
 
 SEEDS = " (seeds make a table reproducible; leave the seed out to protect people)."
 
@@ -67,7 +77,7 @@ def table(
         left = run_cells(waiting, store, folder / "cells", machine, progress.cell, cells, TimeLimit(max_minutes))
     if left:
         console.print(f"{len(left)} of {len(waiting)} cells are left for another time; run the same command again")
-    _show(specs, store, json_)
+    _show(specs, store, folder / "cells", json_)
 
 
 def _default_out(paths: list[Path], specs: list[Spec]) -> Path:
@@ -93,7 +103,7 @@ def _warn(store: Results, specs: list[Spec], console: Console) -> None:
         console.print(f"{stale}; its cell is computed anew", markup=False, highlight=False, soft_wrap=True)
 
 
-def _show(specs: list[Spec], store: Results, as_json: bool) -> None:
+def _show(specs: list[Spec], store: Results, cells: Path, as_json: bool) -> None:
     tables = []
     output = Console()
     for spec in specs:
@@ -105,6 +115,8 @@ def _show(specs: list[Spec], store: Results, as_json: bool) -> None:
         for sentence in _footer(found, spec.note):
             output.print(sentence)
         output.print(f"Results: {store.folder}\n" if len(specs) > 1 else f"Results: {store.folder}")
+        for line in _privacy([cells / cell.key for cell in spec.cells], spec.tuning):
+            output.print(line, soft_wrap=True, highlight=False)
     if as_json:
         typer.echo(json.dumps(json.loads(canonical(tables[0] if len(tables) == 1 else {"tables": tables}))))
 
@@ -120,6 +132,20 @@ def _show_forecasts(forecasts: list[Forecast], as_json: bool) -> None:
 
 def _found(cells: Sequence[Cell], store: Results) -> list[dict[str, Any]]:
     return [store.found[cell.key] for cell in cells if cell.key in store.found]
+
+
+def _privacy(runs: list[Path], tuning: str) -> list[str]:
+    """A statement for each run that is here; the last one's claim, and what all of them cost together."""
+    here = [run for run in runs if (run / "summary.json").exists()]
+    if not here:
+        return []
+    lines = [privacy_line(run, tuning) for run in here]
+    if len(here) == 1:
+        return lines
+    delta, total = compose([read_books(run) for run in here])
+    known = [f"{name.upper()} {value:.3g}" for name, value in total.items() if value is not None]
+    together = f"All {len(here)} runs on these clients together: ε = {', '.join(known)} at δ = {delta:.3g}."
+    return [lines[-1], f"{together if known else ''} One statement in each folder of {here[0].parent}.".strip()]
 
 
 class TableProgress:

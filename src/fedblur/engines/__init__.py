@@ -1,13 +1,31 @@
 """WHERE clients run. An engine maps the client code over a cohort and yields Bounded blocks; it decides nothing."""
 
-from fedblur.engines.base import Engine
-from fedblur.engines.choice import choose_engine
-from fedblur.engines.local import LocalEngine, suitable_threads
-from fedblur.engines.processes import Alone, Processes, Task
-from fedblur.engines.workers import WorkerEngine
+import importlib
+import typing
+
+if typing.TYPE_CHECKING:
+    from fedblur.engines.base import Engine
+    from fedblur.engines.choice import Choice, choose_engine
+    from fedblur.engines.local import LocalEngine, suitable_threads
+    from fedblur.engines.processes import Alone, Processes, Task
+    from fedblur.engines.workers import WorkerEngine
+
+# Imported at their first use: the secure sum of `flower` needs no torch.
+_HOMES = {
+    "Alone": "processes",
+    "Choice": "choice",
+    "Engine": "base",
+    "LocalEngine": "local",
+    "Processes": "processes",
+    "Task": "processes",
+    "WorkerEngine": "workers",
+    "choose_engine": "choice",
+    "suitable_threads": "local",
+}
 
 __all__ = [
     "Alone",
+    "Choice",
     "Engine",
     "LocalEngine",
     "Processes",
@@ -16,3 +34,9 @@ __all__ = [
     "choose_engine",
     "suitable_threads",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fedblur.engines' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"fedblur.engines.{_HOMES[name]}"), name)

@@ -1,44 +1,68 @@
-"""Which engine suits a model and a device, unless the user names one."""
+"""Which engine suits a model and a device: what the user names, what a short timing says, or a rule of thumb.
+
+Engines agree to float tolerance, not bit for bit. So a run's choice is recorded in its folder and a resumed run takes
+it from there; under torchrun rank 0 chooses for all.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
 
 from fedblur.data.population import Population
 from fedblur.engines.local import EngineName, LocalEngine
+from fedblur.engines.memory import keep_freed_memory
 from fedblur.engines.workers import WorkerEngine
 
+Kind = Literal["vectorised", "sequential"]
+KINDS: tuple[Kind, Kind] = ("vectorised", "sequential")
 _CPU_BYTES = 512 * 2**20  # weights, gradients and temporaries of a block on a CPU
+_CPU_BLOCK = 256  # clients: more of them share little more overhead, and fall out of the caches
+_TRACED = 1000  # steps of a run on a CPU from which tracing one, which takes about 0.2 s, pays for itself
+_COMPILED = 2000  # steps of a run on a GPU: compiling takes half a minute
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An engine, and in words why it was taken; no words where the user named it."""
+
+    kind: Kind
+    why: str = ""
+
+
+def rule(module: nn.Module, device: torch.device) -> Kind:
+    """Without a timing: on a CPU small dense models gain tenfold from vmap (benchmarks/results/cpu.md), and
+    convolutions lose."""
+    convolutional = any(isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d) for m in module.modules())
+    return "sequential" if device.type == "cpu" and convolutional else "vectorised"
 
 
 def choose_engine(
     population: Population,
-    model: nn.Module,
+    module: nn.Module,
     dimension: int,
     device: torch.device,
     name: EngineName = "auto",
     steps: int = 0,
     cohort: float = 0.0,
 ) -> LocalEngine | WorkerEngine:
-    """The engine that suits the model and the device, or the one that was asked for.
-
-    `steps` are those of the whole run, `cohort` is its expected size.
-    """
-    convolutional = any(isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d) for m in model.modules())
-    # On a CPU small dense models gain tenfold from vmap (benchmarks/results/cpu.md), and convolutions lose.
-    vectorise = name == "vectorised" or (name == "auto" and (device.type == "cuda" or not convolutional))
+    """The engine of this name, or by the rule. `steps`: of the whole run; `cohort`: its expected size."""
+    kind = rule(module, device) if name == "auto" else name
+    vectorise = kind == "vectorised"
     if device.type == "cuda":
-        compiled = vectorise and steps >= 2000  # compiling takes half a minute
+        compiled = vectorise and steps >= _COMPILED
         block = _gpu_block(dimension, device)
         sizes = block_sizes(block, cohort) if compiled else ()
         return LocalEngine(population.to(device), device, vectorise, block, compiled, sizes)
+    keep_freed_memory()
     copies = max(1, _CPU_BYTES // (dimension * 4 * 8))  # 8: Δ, θ, gradients, ...
     if not vectorise:
         return WorkerEngine(population, min(16, copies))
-    return LocalEngine(population.to(device), device, vectorise, min(1024, copies))
+    return LocalEngine(population.to(device), device, vectorise, min(_CPU_BLOCK, copies), traced=steps >= _TRACED)
 
 
 def _gpu_block(dimension: int, device: torch.device) -> int:

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from fedblur.accounting import PrivacyPlan
 from fedblur.bounding import Message
 from fedblur.client import ClientJob
 from fedblur.data.population import Population
@@ -88,9 +89,13 @@ class Ranks:
     path: str = ""  # of the run folder
     round_: int = 0
     stopping: bool = field(default=False, init=False)
+    engine: None = field(default=None, init=False)
 
-    def __repr__(self) -> str:
-        return f"{self.world} processes"
+    def describe(self, machine: str) -> str:
+        return f"{machine}, {self.world} processes"
+
+    def statement(self, plan: PrivacyPlan) -> dict[str, Any]:
+        return {}
 
     # what rank 0 says to all others
 

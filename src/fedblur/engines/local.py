@@ -1,7 +1,7 @@
 """One device: a block of clients at once under `vmap`, or one client after another in the calling thread.
 
 Blocks are as large as memory allows: when it runs out, the block is halved and the work goes on. Where code is
-compiled, a block is filled up with empty clients to one of a few sizes, since every size is compiled anew.
+compiled or traced, a block is filled up with empty clients, so that the code meets few different sizes.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class LocalEngine:
         block_size: int,
         compiled: bool = False,
         sizes: tuple[int, ...] = (),
+        traced: bool = False,
     ) -> None:
         self.population = population
         self.device = device
@@ -43,12 +44,12 @@ class LocalEngine:
         self.block_size = block_size
         self.compiled = compiled
         self.sizes = sizes
+        self.traced = traced
 
     def __repr__(self) -> str:
         how = "vectorised" if self.vectorise else "sequential"
-        return (
-            f"{how}{', compiled' if self.compiled else ''}, blocks of up to {self.block_size} clients on {self.device}"
-        )
+        made = ", compiled" if self.compiled else ", traced" if self.traced else ""
+        return f"{how}{made}, blocks of up to {self.block_size} clients on {self.device}"
 
     def map_clients(self, job: ClientJob, ids: Tensor, rng: Rng) -> Iterator[Block]:
         if not len(ids):
@@ -69,12 +70,22 @@ class LocalEngine:
             waiting = waiting[len(chosen) :]
 
     def _train(self, job: ClientJob, shard: Shard, ids: Tensor, chosen: Tensor, rng: Rng) -> Block:
-        fill = next((size for size in self.sizes if size >= len(chosen)), len(chosen)) - len(chosen)
+        fill = self._filled(len(chosen)) - len(chosen)
         part = Shard(shard.x, shard.y, pad(shard.starts[chosen], (0, fill)), pad(shard.sizes[chosen], (0, fill)))
         names = pad(ids[chosen], (0, fill), value=-1)
         work = plan_work(part, names, job.local.steps, job.local.batch_size, rng, self.device)
-        block = train_block(job, part, work, self.vectorise, self.compiled)
+        block = train_block(job, part, work, self.vectorise, self.compiled, self.traced)
         return _first(block, len(chosen)) if fill else block
+
+    def _filled(self, clients: int) -> int:
+        if self.traced:
+            return clients + -clients % _grain(clients)
+        return next((size for size in self.sizes if size >= clients), clients)
+
+
+def _grain(clients: int) -> int:
+    """Traced code is made for each size of a block: sizes are rounded up by 6 % at most, so that they come again."""
+    return 1 << max(0, clients.bit_length() - 5)
 
 
 def _first(block: Block, count: int) -> Block:

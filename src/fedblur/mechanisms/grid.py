@@ -52,16 +52,23 @@ def noise_room(bits: int, k_stddevs: float, expected_cohort: float) -> float:
 
 
 def fit_grid(
-    noise_multiplier: float, rotation: Rotation, expected_cohort: float, bits: int, k_stddevs: float, beta: float
+    noise_multiplier: float,
+    rotation: Rotation,
+    expected_cohort: float,
+    bits: int,
+    k_stddevs: float,
+    beta: float,
+    excess: float = 1.0,
 ) -> Grid:
     """The finest grid for which the sum stays k standard deviations away from the modulus.
 
-    The condition, with n = pN and all updates aligned (METHODS 3.5), is 2^b ≥ 2k·√(ρ(nc)²/d' + n/4 + (σc)²).
+    The condition, with n = pN and all updates aligned (METHODS 3.5), is 2^b ≥ 2k·√(ρ(nc)²/d' + n/4 + (σc)²). `excess`
+    is the variance of the noise on a full cohort's sum over (σc)²: above 1 where shares are sized for fewer clients.
 
         c < 1                                PrivacyError: the grid is coarser than the clip norm
     """
     signal = rotation.flatness * expected_cohort**2 / rotation.padded
-    clip_steps = noise_room(bits, k_stddevs, expected_cohort) / math.sqrt(signal + noise_multiplier**2)
+    clip_steps = noise_room(bits, k_stddevs, expected_cohort) / math.sqrt(signal + excess * noise_multiplier**2)
     sensitivity = norm_bound(clip_steps, rotation.padded, beta)
     if clip_steps < 1:
         raise PrivacyError(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fedblur.clipping import Bounded
-from fedblur.errors import ConfigError, PrivacyError
+from fedblur.errors import ConfigError, PrivacyError, RoundAborted
 from fedblur.events import Event
 from fedblur.mechanisms.base import Conditions, Release, demand_bound
 from fedblur.mechanisms.coins import Coins
@@ -39,6 +39,9 @@ class DiscreteMechanism(ABC):
     beta: float = math.exp(-0.5)  # β: at most this share of roundings is drawn again
     mode: Literal["fast", "exact"] = "fast"  # one draw of noise on the sum, or one per client
     bound: Literal["tight", "general"] = "tight"  # of sampling (`renyi_discrete.py`)
+    min_cohort: int | None = (
+        None  # shares are sized for so many clients, fewer abort the round; None: for those who came
+    )
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 24:
@@ -47,13 +50,23 @@ class DiscreteMechanism(ABC):
             raise ConfigError(f"mechanism.k_stddevs={self.k_stddevs} must be above 0")
         if not 0 <= self.beta < 1:
             raise ConfigError(f"mechanism.beta={self.beta} must be in [0, 1)")
+        if self.min_cohort is not None and (self.mode == "fast" or self.min_cohort < 1):
+            raise ConfigError(
+                f'mechanism.min_cohort={self.min_cohort} must be 1 or more, and needs mechanism.mode = "exact": '
+                "it sizes clients' shares"
+            )
 
     @property
     def trust(self) -> str:
         """Who must be trusted for the guarantee to hold."""
         if self.mode == "fast":
             return f"an ideal secure sum modulo 2^{self.bits} that adds the noise itself, in one draw (simulated)"
-        shares = "each with its share of the noise, sized for the cohort that takes part"
+        least = (
+            "the cohort that takes part"
+            if self.min_cohort is None
+            else f"{self.min_cohort} clients, the fewest accepted"
+        )
+        shares = f"each with its share of the noise, sized for {least}"
         return f"an ideal secure sum modulo 2^{self.bits} of clients' messages, {shares} (simulated)"
 
     def bind(self, conditions: Conditions) -> SecureSum:
@@ -84,6 +97,9 @@ class SecureSum:
     Shares (mode "exact") are sized for the cohort that takes part, which the secure sum knows and nobody else learns:
     n shares of variance (σc)²/n each. Sized for pN, a small cohort would have too little noise. Fewer shares than they
     were sized for abort the round (invariant 8). Events count N + 1 shares, the most that any neighbour can have.
+
+    Real clients must add their share before anyone knows who will drop out. With `min_cohort` = m shares have variance
+    (σc)²/m: m of them are enough, more are more noise than was promised, and fewer than m clients abort the round.
     """
 
     part: DiscreteMechanism
@@ -101,7 +117,8 @@ class SecureSum:
         """The grid for noise of σ clip norms on the sum."""
         part = self.part
         cohort = self.conditions.expected_cohort
-        return fit_grid(noise_multiplier, self.rotation, cohort, bits or part.bits, part.k_stddevs, part.beta)
+        excess = max(1.0, cohort / (part.min_cohort or cohort))  # variance of what a full cohort adds, over what is due
+        return fit_grid(noise_multiplier, self.rotation, cohort, bits or part.bits, part.k_stddevs, part.beta, excess)
 
     def event(self, noise_multiplier: float) -> Event:
         shares = 1 if self.part.mode == "fast" else self.conditions.clients + 1
@@ -110,7 +127,7 @@ class SecureSum:
     def notes(self, noise_multiplier: float) -> tuple[str, ...]:
         """The grid in figures, and a word where it is too coarse."""
         grid, here = self.grid(noise_multiplier), self.conditions
-        share = grid.noise_steps / math.sqrt(here.expected_cohort)
+        share = self._share_std(grid, here.expected_cohort)
         figures = (
             f"{self.part.bits} bits: {self.rotation.padded:,} coordinates are sent, steps of "
             f"{grid.step(here.clip_norm):.3g}; S = {grid.clip_steps:.4g} steps, a client's share of the noise "
@@ -136,23 +153,32 @@ class SecureSum:
 
     def accumulate(self, blocks: Iterable[Bounded], release: Release, rng: Rng) -> Tensor:
         """The sum modulo 2^b, [d'] int64."""
-        grid, rotation = self._grid_of(release), self.rotation
-        signs = rotation.signs(release.round_, release.device)
-        total = torch.zeros(rotation.padded, dtype=torch.int64, device=release.device)
+        grid, least = self._grid_of(release), self.part.min_cohort
+        if least is not None and release.cohort < least:
+            raise RoundAborted(
+                f"{release.cohort} clients of the {least} that noise shares are sized for; round aborted"
+            )
+        total = torch.zeros(self.rotation.padded, dtype=torch.int64, device=release.device)
         sent = 0
         for block in blocks:
-            steps = rotation.forward(demand_bound(block, release), signs) / grid.step(release.clip_norm)
-            numbers = release.next_numbers(sent, len(steps))
-            whole = round_within(steps, grid.sensitivity, numbers, rng).long()  # [clients, d']
-            if self.part.mode == "exact":
-                whole += self._shares(numbers, grid, release, rng)
-            total = grid.wrap(total + grid.wrap(whole).sum(0))
+            whole = self.encode(block, release.next_numbers(sent, len(block.value)), release, rng)
+            total = grid.wrap(total + whole.sum(0))
             sent += len(whole)
         if self.part.mode == "exact" and sent < len(release.numbers):  # invariant 8: too few shares is too little noise
             raise PrivacyError(
                 f"{sent} noise shares arrived of the {len(release.numbers)} that they were sized for; round aborted"
             )
         return total
+
+    def encode(self, block: Bounded, numbers: range, release: Release, rng: Rng) -> Tensor:
+        """What clients give to the secure sum: rotated, rounded, with their share of the noise; [clients, d'] int64."""
+        grid, rotation = self._grid_of(release), self.rotation
+        signs = rotation.signs(release.round_, release.device)
+        steps = rotation.forward(demand_bound(block, release), signs) / grid.step(release.clip_norm)
+        whole = round_within(steps, grid.sensitivity, numbers, rng).long()
+        if self.part.mode == "exact":
+            whole += self._shares(numbers, grid, release, rng)
+        return grid.wrap(whole)
 
     def release(self, total: Tensor, release: Release, rng: Rng) -> Tensor:
         """The noisy sum, [d] float32."""
@@ -165,9 +191,13 @@ class SecureSum:
         return rotation.inverse(values[None], signs)[0].float()
 
     def _shares(self, numbers: range, grid: Grid, release: Release, rng: Rng) -> Tensor:
-        std = grid.noise_steps / math.sqrt(release.cohort)
+        std = self._share_std(grid, release.cohort)
         streams = [Coins(rng.child("share", number), release.device) for number in numbers]
         return torch.stack([self.part.draw(std, self.rotation.padded, coins) for coins in streams])
+
+    def _share_std(self, grid: Grid, cohort: float) -> float:
+        """Of one client's share, in steps."""
+        return grid.noise_steps / math.sqrt(self.part.min_cohort or cohort)
 
     def _grid_of(self, release: Release) -> Grid:
         if release.dimension != self.conditions.dimension:

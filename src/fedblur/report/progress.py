@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -56,9 +58,22 @@ class RunProgress:
             self.tasks[stage] = self.progress.add_task(label, total=row.get("rounds", self.rounds), **fields)
         self.progress.update(self.tasks[stage], completed=row["round"], **fields)
 
+    def note(self, text: str) -> None:
+        """A line above the display."""
+        if not self.quiet:
+            self.progress.console.print(text, markup=False, highlight=False)
+
     def _remember(self, row: dict[str, Any]) -> None:
         if row["accuracy"] is not None:
             self.accuracy, self.epsilon = row["accuracy"], row["epsilon"]
         share = row["local_only"]["clipped_share"]
         if share is not None:
             self.clipped = share
+
+
+@contextmanager
+def bar(label: str, total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A plain bar; call what it gives with how much is done."""
+    with Progress(console=Console(stderr=True), disable=quiet) as progress:
+        task = progress.add_task(label, total=total)
+        yield lambda done: progress.update(task, completed=done)

@@ -93,6 +93,7 @@ class _Office:
         tensors = {"theta": student.theta, "velocity": student.velocity}
         tensors |= {} if labels is None else {"labels": labels}
         state = {"config": self.resolved, "steps": student.steps, "local_only": figures}
+        state["ledger"] = self.election.ledger.anchor()
         save_checkpoint(self.folder.checkpoints, Checkpoint(round_, tensors, state))
 
     # --- votes: inside the trusted boundary ---

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedblur.accounting import PrivacyPlan
-from fedblur.config import Config
+from fedblur.config import Config, config_hash
 from fedblur.data.population import Federation, Samples
 from fedblur.events import Votes
 from fedblur.functional import Forward, Layout, as_function, check_model, initial_vector
@@ -85,7 +85,9 @@ def prepare(
         pool=pool,
         electorate=settings.electorate(Booth(data.train, module, device, machine.engine, rng)),
         plan=plan,
-        ledger=Ledger(ledger, Budget(plan.epsilon_target, plan.delta, config.accountant, plan.rounds)),
+        ledger=Ledger(
+            ledger, Budget(plan.epsilon_target, plan.delta, config.accountant, plan.rounds), config_hash(config)
+        ),
         rng=rng,
         device=device,
         module=module,

@@ -64,6 +64,7 @@ def privacy_statement(election: Election) -> dict[str, Any]:
         "clip_norm": None,
         "expected_cohort": plan.expected_cohort,
         "releases": len(election.ledger.spends()),
+        "ledger": election.ledger.anchor(),
         "trust_model": TRUST,
         "tuning": f"settings chosen before this run are not accounted; accuracy was measured on {config.evaluate} data",
         "signal_to_noise": None,

@@ -1,0 +1,167 @@
+"""`fedblur audit`: attack a run's privacy with canaries, or a mechanism with the worst pair of neighbours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fedblur.audit import Audit, WorstCase, audit, check_worst_case
+from fedblur.checkpoint import write_atomically
+from fedblur.commands.run import DataDir, Device, EngineOption, Json, PrecisionOption, Quiet, make_machine
+from fedblur.config import Config, canonical, config_hash, from_dict, read_toml
+from fedblur.errors import ConfigError
+from fedblur.experiments import read_spec
+from fedblur.report.audit_plot import plot_audit
+from fedblur.report.progress import bar
+from fedblur.runfolder import RunFolder
+from fedblur.setup import Machine
+
+ABOVE = 1
+Named = tuple[str, Config]
+
+
+def audit_(
+    what: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG|RUN", help="A TOML file (one run or a table), or a run folder.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Where results go (default: audits/NAME, or RUN/audit).")] = None,
+    canaries: Annotated[int, typer.Option(help="m: clients that are added to the population and counted in N.")] = 1000,
+    held_out: Annotated[int, typer.Option(help="Directions that nobody sends: the null.")] = 1000,
+    control: Annotated[
+        bool, typer.Option(help="Also one run of each row without its noise: it must be found.")
+    ] = False,
+    worst_case: Annotated[bool, typer.Option(help="One release many times on a tiny model instead.")] = False,
+    repetitions: Annotated[int, typer.Option(help="With --worst-case: releases with and without the client.")] = 10_000,
+    data_dir: DataDir = None,
+    device: Device = "auto",
+    engine: EngineOption = "auto",
+    precision: PrecisionOption = "auto",
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure privacy from outside: an empirical epsilon to hold against the accountant's.
+
+    Trains with canary clients in the real round and attacks the released models. It spends epsilon on the clients, as
+    any run does. Each result is a small JSON file and a figure; what is already there is not computed again. Exit
+    status 1: an attack is above the claim, which is a bug.
+    """
+    configs = _configs(what)
+    if worst_case:
+        _worst_cases(configs, repetitions, json_, quiet)
+        return
+    folder = out or _default_folder(what)
+    machine = make_machine(device, engine, data_dir, precision)
+    jobs = [(name, config, False) for name, config in configs] + (_controls(configs) if control else [])
+    results = [
+        _one(name, config, folder, (canaries, held_out, removed), machine, quiet or json_)
+        for name, config, removed in jobs
+    ]
+    if json_:
+        typer.echo(json.dumps(results, indent=2))
+    else:
+        Console().print(render(results))
+        Console().print(f"Results: {folder}")
+    if any(result["verdict"] == "ABOVE" and not result["noise_removed"] for result in results):
+        raise typer.Exit(ABOVE)
+
+
+def _configs(what: Path | None) -> list[Named]:
+    """The configurations that a file, a table or a run folder names."""
+    if what is None:
+        return [("defaults", Config())]
+    if what.is_dir():
+        resolved = RunFolder(what).resolved()
+        if "own" in resolved:
+            raise ConfigError(
+                f"{what} was started from Python with its own data or model; call fedblur.audit.audit there"
+            )
+        return [(what.name, from_dict(resolved))]
+    if {"base", "rows"} & read_toml(what).keys():
+        return [(f"{cell.group}, seed {cell.config.seed}", cell.config) for cell in read_spec(what).cells]
+    return [(what.stem, from_dict(read_toml(what)))]
+
+
+def _controls(configs: list[Named]) -> list[tuple[str, Config, bool]]:
+    """The first run of each row of a table, without its noise."""
+    first = {name.split(" | ")[0]: (name, config, True) for name, config in reversed(configs)}
+    return list(first.values())[::-1]
+
+
+def _default_folder(what: Path | None) -> Path:
+    if what is not None and what.is_dir():
+        return what / "audit"
+    return Path("audits") / (what.stem if what is not None else "defaults")
+
+
+def _one(
+    name: str, config: Config, folder: Path, size: tuple[int, int, bool], machine: Machine, quiet: bool
+) -> dict[str, Any]:
+    canaries, held_out, removed = size
+    key = f"{config_hash(config)}-{canaries}-{held_out}{'-no-noise' if removed else ''}"
+    path = folder / f"{key}.json"
+    if path.exists():
+        done: dict[str, Any] = json.loads(path.read_text())
+        return done
+    with bar(name, config.rounds, quiet) as tick:
+        found: Audit = audit(
+            config, folder / "ledgers" / key, canaries=canaries, held_out=held_out, remove_noise=removed,
+            machine=machine, tick=tick,
+        )  # fmt: skip
+    plot_audit(found, path.with_suffix(".png"))
+    result: dict[str, Any] = json.loads(canonical({"name": name, **found.facts()}))
+    write_atomically(path, (json.dumps(result, indent=2) + "\n").encode())
+    return result
+
+
+def render(results: list[dict[str, Any]]) -> Table:
+    """One line for each audit: the claim, both attacks, the verdict."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("audit", "claimed ε", "final model ε [95 %]", "all iterates ε [95 %]", "attacks are"):
+        table.add_column(column, overflow="fold")
+    for result in results:
+        cells = [_cell(result["attacks"][name]) for name in ("final model", "all iterates")]
+        label = result["name"] + (" (noise removed)" if result["noise_removed"] else "")
+        table.add_row(label, f"{float(result['claimed_epsilon']):.3f}", *cells, result["verdict"])
+    return table
+
+
+def _cell(attack: dict[str, Any]) -> str:
+    low, high = attack["interval_95"]
+    return f"{attack['epsilon']:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def _worst_cases(configs: list[Named], repetitions: int, as_json: bool, quiet: bool) -> None:
+    broken = False
+    for name, config in configs:
+        if config.voting is not None:
+            raise ConfigError(f"method {config.voting.part_name!r} sends votes, not updates; check a method of rounds")
+        case = WorstCase(
+            config.mechanism, config.method, config.bounding, config.accountant, config.epsilon or 2.0, seed=config.seed
+        )
+        with bar(name, -(-2 * repetitions // 200), quiet or as_json) as tick:
+            found = check_worst_case(case, repetitions, tick)
+        broken = broken or found.broken
+        for line in _worst_lines(name, asdict(found) | {"broken": found.broken}, as_json):
+            typer.echo(line)
+    if broken:
+        raise typer.Exit(ABOVE)
+
+
+def _worst_lines(name: str, found: dict[str, Any], as_json: bool) -> Iterator[str]:
+    if as_json:
+        yield json.dumps({"name": name, **found})
+        return
+    share = found["lower_bound"] / found["claimed"]
+    verdict = "BROKEN: weaker than it claims" if found["broken"] else "no violation found"
+    yield (
+        f"{name}: one release at ε = {found['claimed']:g}, δ = 0.01: ε is at least {found['lower_bound']:.3f} "
+        f"({100 * share:.0f} % of the claim; {found['repetitions']:,} releases with and without the client, by "
+        f"{found['best']}): {verdict}"
+    )

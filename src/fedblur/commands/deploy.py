@@ -1,0 +1,80 @@
+"""`fedblur deploy`: the files of a real federation over Flower, and the door that nodes come in by."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from fedblur.engines.flower import template
+from fedblur.errors import ConfigError, RunError
+
+app = typer.Typer(no_args_is_help=True, help="A real federation over Flower: TLS, keys for nodes, secure sums.")
+_INSECURE = "warning: without TLS and keys; for trying things out on this machine, never with people's data"
+
+
+@app.command("init")
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
+    host: Annotated[str, typer.Option(help="Name or address by which nodes reach the server.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port that nodes reach.")] = 8443,
+    inner_port: Annotated[int, typer.Option(help="The SuperLink's own port, on the server only.")] = 8000,
+    insecure: Annotated[bool, typer.Option("--insecure", help="No TLS, no keys: only on this machine.")] = False,
+) -> None:
+    """Write a complete Flower app: settings, a data loader to fill in, and scripts for certificates, server and nodes.
+
+    TLS and keys for nodes are on. docs/deploy.md leads from here to a federation of three machines.
+    """
+    if insecure and not is_loopback(host):
+        raise ConfigError(
+            f"--insecure is for this machine only, and host={host!r} is another one; leave --insecure out"
+        )
+    for name, number in (("port", port), ("inner-port", inner_port)):
+        if not 0 < number < 65536:
+            raise ConfigError(f"--{name}={number} must be between 1 and 65535")
+    if folder.exists() and any(folder.iterdir()):
+        raise RunError(f"{folder} is not empty; choose a new folder")
+    here, name = str(folder.resolve()), _alternative_name(host)
+    texts = template.files(here, host, port, inner_port, name, is_loopback(host), insecure)
+    for path, text in texts.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text, encoding="utf-8")
+    (folder / "secrets").mkdir(mode=0o700, exist_ok=True)
+    if insecure:
+        Console(stderr=True, soft_wrap=True).print(_INSECURE, markup=False)
+    typer.echo(f"{folder}: fill in {folder / 'app/federation/task.py'}, then follow docs/deploy.md")
+
+
+@app.command("gateway")
+def gateway(
+    listen: Annotated[str, typer.Option(help="Address and port for nodes.")] = "0.0.0.0:8443",
+    superlink: Annotated[str, typer.Option(help="Where the SuperLink listens on this machine.")] = "127.0.0.1:8000",
+    secrets: Annotated[Path, typer.Option(help="Folder with ca.crt, server.crt and server.key.")] = Path("secrets"),
+    largest: Annotated[int, typer.Option(help="Bytes of a request, at most.")] = 64 * 2**20,
+) -> None:
+    """Let nodes through to the SuperLink, and nothing else: no starting of runs, no oversized requests."""
+    try:
+        from fedblur.engines.flower.gateway import serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed; pip install 'fedblur[flower]'") from None
+    serve(listen, superlink, secrets, largest)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this names the machine itself."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _alternative_name(host: str) -> str:
+    try:
+        return f"IP:{ipaddress.ip_address(host)}"
+    except ValueError:
+        if not host.isascii() or not all(part.strip("-").replace("-", "").isalnum() for part in host.split(".")):
+            raise ConfigError(f"host={host!r} is neither an address nor a name") from None
+        return f"DNS:{host}"

@@ -1,0 +1,97 @@
+"""`fedblur ledger show` and `verify`: what was spent, recomputed from the events, and whether it was tampered with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fedblur import events
+from fedblur.commands.run import Json
+from fedblur.config import canonical
+from fedblur.verification import ACCOUNTANTS, Books, compose, read_books, verify
+
+FOUND = 1
+
+app = typer.Typer(no_args_is_help=True, help="What runs have spent, and whether their ledgers can be relied on.")
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")]
+
+
+@app.command("show")
+def show(
+    runs: Runs,
+    delta: Annotated[float | None, typer.Option(help="Of the total (default: the smallest of the runs').")] = None,
+    json_: Json = False,
+) -> None:
+    """Recompute epsilon from the events; several runs over the same clients are composed into one total."""
+    books = [read_books(run) for run in runs]
+    total_delta, total = compose(books, delta)
+    if json_:
+        answer = {"runs": [_facts(book) for book in books], "total": {"delta": total_delta, "epsilon": total}}
+        typer.echo(json.dumps(json.loads(canonical(answer)), indent=2))
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("run", "releases", "rounds", "δ", "ε (PLD)", "ε (RDP)", "budget", "event"):
+        table.add_column(column, overflow="fold")
+    for book in books:
+        table.add_row(*_row(book))
+    if len(books) > 1 or delta is not None:
+        count = str(sum(len(book.spends) for book in books))
+        table.add_row("together", count, "", f"{total_delta:.3g}", *(_epsilon(total[name]) for name in ACCOUNTANTS))
+    Console().print(table)
+    if len(books) > 1:
+        Console().print(
+            "Together: if the runs are about the same clients. For different clients each run stands alone."
+        )
+
+
+@app.command("verify")
+def verify_(runs: Runs) -> None:
+    """Check the hash chain, that nothing is missing from it, and that epsilon follows from its events."""
+    found = False
+    for run in runs:
+        findings = verify(run)
+        found = found or bool(findings)
+        for finding in findings:
+            typer.echo(f"{run}: NOT VERIFIED: {finding}")
+        if not findings:
+            book = read_books(run)
+            typer.echo(f"{run}: verified, {len(book.spends)} releases, {_spent(book)}, ledger {book.chain.head}")
+    if found:
+        raise typer.Exit(FOUND)
+
+
+def _facts(book: Books) -> dict[str, Any]:
+    kinds = {canonical(events.to_json(event)) for _, event in book.spends}
+    return {
+        "run": str(book.path),
+        "releases": len(book.spends),
+        "rounds": len({round_ for round_, _ in book.spends}),
+        "delta": book.budget.delta,
+        "epsilon": {name: book.epsilon(name) for name in ACCOUNTANTS},
+        "budget": book.budget.epsilon,
+        "events": [json.loads(kind) for kind in sorted(kinds)],
+        "ledger": {"lines": len(book.chain.links), "head": book.chain.head},
+    }
+
+
+def _row(book: Books) -> list[str]:
+    facts = _facts(book)
+    return [
+        str(book.path), str(facts["releases"]), str(facts["rounds"]), f"{book.budget.delta:.3g}",
+        *(_epsilon(facts["epsilon"][name]) for name in ACCOUNTANTS), f"{book.budget.epsilon:.4g}",
+        "; ".join(canonical(event) for event in facts["events"]),
+    ]  # fmt: skip
+
+
+def _spent(book: Books) -> str:
+    name = book.budget.accountant
+    return f"ε = {_epsilon(book.epsilon(name))} ({name.upper()}) at δ = {book.budget.delta:.3g}"
+
+
+def _epsilon(value: float | None) -> str:
+    return "no bound" if value is None else f"{value:.4g}"

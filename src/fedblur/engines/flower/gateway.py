@@ -1,0 +1,65 @@
+"""The door of a federation: passes nodes' requests on to the SuperLink, and nothing else.
+
+Flower 1.41 serves three interfaces on one port: for nodes (which authenticate), for starting runs and registering nodes
+(no login), and for its own processes. Whoever reaches that port can run code on every node. So the SuperLink listens on
+loopback, and other machines reach only this: TLS, paths below /v1/fleet/, bodies up to a limit.
+"""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+import httpx
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from fedblur.errors import ConfigError
+
+_PATHS = "/v1/fleet/"
+_HOP = {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host", "content-length"}
+
+
+def make_app(inner: httpx.AsyncClient, largest: int) -> Starlette:
+    """The door as an ASGI app; `inner` reaches the SuperLink."""
+
+    async def forward(request: Request) -> Response:
+        path = request.url.path
+        if not path.startswith(_PATHS) or ".." in path or "%" in path or "//" in path:
+            return Response(status_code=404)
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > largest:
+                return Response(status_code=413, headers={"connection": "close"})
+        headers = [(name, value) for name, value in request.headers.items() if name not in _HOP]
+        answer = await inner.post(path, content=bytes(body), headers=headers)
+        kept = {name: value for name, value in answer.headers.items() if name not in _HOP | {"content-encoding"}}
+        return Response(answer.content, answer.status_code, kept)
+
+    return Starlette(routes=[Route("/{path:path}", forward, methods=["POST"])])
+
+
+def serve(listen: str, superlink: str, secrets: Path, largest: int) -> None:
+    """Run the door until it is stopped."""
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"--listen={listen!r} must be an address and a port, like 0.0.0.0:8443")
+    for name in ("ca.crt", "server.crt", "server.key"):
+        if not (secrets / name).is_file():
+            raise ConfigError(f"{secrets / name} does not exist; make it with certificates.sh")
+    context = ssl.create_default_context(cafile=str(secrets / "ca.crt"))
+    inner = httpx.AsyncClient(base_url=f"https://{superlink}", verify=context, timeout=600.0)
+    uvicorn.run(
+        make_app(inner, largest),
+        host=host,
+        port=int(port),
+        ssl_certfile=str(secrets / "server.crt"),
+        ssl_keyfile=str(secrets / "server.key"),
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+    )

@@ -1,0 +1,106 @@
+"""The ServerApp: `train.py`'s own loop with a federation's nodes. Ledger, checkpoints, budget and report are the same.
+
+If the run folder holds a run of this configuration, it is resumed: start the app again after a crash, and no round is
+released twice without being paid for twice.
+"""
+
+from __future__ import annotations
+
+import json
+from logging import INFO
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import Context
+from flwr.common.logger import log
+from flwr.serverapp import Grid, ServerApp
+from torch import Tensor
+
+from fedblur.config import Config, canonical, differences, from_dict, read_toml, to_dict
+from fedblur.data.population import Federation, Samples, Shard
+from fedblur.engines.flower.exchange import Exchange
+from fedblur.engines.flower.nodes import CentralNodes, Nodes, SecureNodes
+from fedblur.engines.flower.roster import Roster
+from fedblur.engines.flower.settings import Deployment, Settings
+from fedblur.errors import ConfigError, PrivacyError, RunError
+from fedblur.runfolder import RunFolder
+from fedblur.setup import Machine
+from fedblur.train import Run, resume, train
+
+_MODELS: dict[str, type[Nodes]] = {"central": CentralNodes, "secure-sum": SecureNodes}
+
+
+class Remote:
+    """Clients whose data are elsewhere: their number is all that a server has."""
+
+    def __init__(self, clients: int, shape: tuple[int, ...], classes: int) -> None:
+        self.clients, self.shape, self.classes = clients, tuple(shape), classes
+
+    def fetch(self, ids: Tensor) -> Shard:
+        raise PrivacyError("a federation's data stay on its nodes")
+
+    def to(self, device: torch.device) -> Remote:
+        return self
+
+
+def server_app(deployment: Deployment) -> ServerApp:
+    """The app that the server runs."""
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        serve(deployment, grid, Settings.read(context.run_config))
+
+    return app
+
+
+def serve(deployment: Deployment, grid: Grid, settings: Settings) -> Run:
+    """Train with the nodes of this grid, from the start or from where the run folder is."""
+    config, folder = from_dict(read_toml(deployment.config)), RunFolder(Path(settings.out))
+    federation = _federation(deployment, config)
+    module = deployment.module() if deployment.module else None
+    roster = Roster(folder.path / "nodes.json", settings.trust, settings.start_timeout)
+    nodes = _MODELS[settings.trust](Exchange(grid, settings.deadline), roster, config)
+    machine = Machine(device="cpu")
+    if not folder.config.exists():
+        log(INFO, "a new run in %s: trust = %s", folder.path, settings.trust)
+        return train(
+            config, out=folder.path, machine=machine, federation=federation, module=module, watch=_say, nodes=nodes
+        )
+    _demand_same(folder, config)
+    log(INFO, "going on with the run in %s", folder.path)
+    tell = _tell
+    return resume(
+        folder.path, machine=machine, federation=federation, module=module, watch=_say, tell=tell, nodes=nodes
+    )
+
+
+def _federation(deployment: Deployment, config: Config) -> Federation:
+    if config.clients is None:
+        raise ConfigError(f"{deployment.config.name} must say clients = N, the number of nodes of the federation")
+    if config.voting is not None:
+        raise ConfigError(f"method {config.voting.part_name!r} is a protocol of its own and does not run on Flower")
+    if config.evaluate != "test":
+        raise ConfigError("evaluate='validation' needs clients' data on the server; use test data of your own")
+    x, y = (torch.as_tensor(values) for values in deployment.test_data())
+    test = Samples(x if x.dtype == torch.uint8 else x.float(), y.long())
+    return Federation("flower", Remote(config.clients, deployment.shape, deployment.classes), None, 0, test)
+
+
+def _demand_same(folder: RunFolder, config: Config) -> None:
+    stored = {key: value for key, value in folder.resolved().items() if key != "own"}
+    changed = differences(stored, json.loads(canonical(to_dict(config))))
+    if changed:
+        raise RunError(f"{folder.path} holds a run of another configuration ({'; '.join(changed)}); choose another out")
+
+
+def _say(row: dict[str, Any]) -> None:
+    """One line a round in Flower's log, which `flwr run --stream` shows to the operator."""
+    measured = "" if row["accuracy"] is None else f", accuracy {row['accuracy']:.4f}, epsilon {row['epsilon']:.3f}"
+    fate = "aborted and paid for" if "aborted" in row["local_only"] else "done"
+    log(INFO, "round %d %s in %.1f s%s", row["round"], fate, row["seconds"], measured)
+
+
+def _tell(note: str) -> None:
+    log(INFO, "%s", note)

@@ -1,0 +1,158 @@
+"""A short timing of local steps each way at the start of a run, kept in the cache per model, work and machine.
+
+Made-up clients are trained, nobody's data. The rule's engine stays unless the other one is clearly faster, so that
+noise on the machine does not flip a choice; a run that would gain less than the timing costs is left to the rule.
+FEDBLUR_TIMING=off does without timings altogether.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import platform
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fedblur.checkpoint import write_atomically
+from fedblur.client import ClientJob
+from fedblur.data.cache import cache_folder
+from fedblur.data.population import Packed
+from fedblur.engines.choice import KINDS, Choice, Kind, choose_engine, rule
+from fedblur.engines.local import suitable_threads
+from fedblur.engines.workers import usable_cores
+from fedblur.errors import FedBlurError
+from fedblur.rng import Seeded
+
+_FORMAT = 1  # part of the key: engines that became faster are timed anew
+_FEWEST = 5_000  # client steps of a run; below, not even one step is timed
+_WORTH = 10.0  # seconds of estimated training; below, the rule decides
+_BUDGET = 1.0  # seconds for either way, after a warm-up
+_MARGIN = 1.15  # how much faster the other engine must be
+_STEPS = 2
+_CLIENTS = 32
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a run will do, as far as a timing must know."""
+
+    job: ClientJob
+    module: nn.Module
+    shape: tuple[int, ...]  # of a sample
+    classes: int
+    cohort: float  # expected clients of a round
+    rounds: int
+
+    @property
+    def client_steps(self) -> float:
+        return self.cohort * self.rounds * self.job.local.steps
+
+
+def timed_choice(work: Work, device: torch.device) -> Choice:
+    """The faster engine: as it was measured before, or measured now; the rule's where a timing would not pay."""
+    usual = rule(work.module, device)
+    if os.environ.get("FEDBLUR_TIMING") == "off":
+        return Choice(usual, "by rule, FEDBLUR_TIMING=off")
+    if work.client_steps < _FEWEST:
+        return Choice(usual, "by rule, the run is too short to time it")
+    path = _path(work, device)
+    known = _load(path)
+    if known is not None:
+        return Choice(known[0], f"{known[1]}, cached")
+    with suitable_threads(device, work.job.layout.total):
+        one_step = _seconds(work, device, "sequential", 1)
+        if one_step * work.client_steps / usable_cores() < _WORTH:
+            return Choice(usual, "by rule, the run is too short to time it")
+        clients = int(max(2, min(_CLIENTS, work.cohort, _BUDGET / (one_step * _STEPS))))
+        seconds = {kind: _attempt(work, device, kind, clients) for kind in KINDS}
+    choice, words = _faster(seconds, usual)
+    _save(path, choice, words)
+    return Choice(choice, f"{words}, measured")
+
+
+def _faster(seconds: dict[Kind, float], usual: Kind) -> tuple[Kind, str]:
+    other: Kind = "sequential" if usual == "vectorised" else "vectorised"
+    kind = other if seconds[usual] > _MARGIN * seconds[other] else usual
+    left = other if kind == usual else usual
+    if math.isinf(seconds[left]):
+        return kind, f"{left} cannot run this model"
+    return kind, f"{left} takes {seconds[left] / seconds[kind]:.2g} times as long"
+
+
+def _attempt(work: Work, device: torch.device, kind: Kind, clients: int) -> float:
+    """`_seconds`, or forever for a model that `vmap` refuses or memory does not hold."""
+    try:
+        return _seconds(work, device, kind, clients)
+    except RuntimeError:
+        return math.inf
+
+
+def _seconds(work: Work, device: torch.device, kind: Kind, clients: int) -> float:
+    """Of one step of one client when `clients` made-up ones train as this run's do; the second time counts."""
+    local = replace(work.job.local, steps=min(_STEPS, work.job.local.steps))
+    population = _made_up(work, clients)
+    engine = choose_engine(population, work.module, work.job.layout.total, device, kind)
+    job, ids, took = replace(work.job, local=local), torch.arange(clients), 0.0
+    for _ in range(2):
+        began = time.perf_counter()
+        for block in engine.map_clients(job, ids, Seeded.root(0)):
+            float(block.bounded.value[0, 0])  # waits for a GPU
+        took = time.perf_counter() - began
+    return took / (clients * local.steps)
+
+
+def _made_up(work: Work, clients: int) -> Packed:
+    """Clients with two full batches of noise."""
+    own = 2 * work.job.local.batch_size
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand((clients * own, *work.shape), generator=generator)
+    y = torch.randint(0, work.classes, (clients * own,), generator=generator)
+    sizes = torch.full((clients,), own)
+    return Packed(x, y, torch.cumsum(sizes, 0) - sizes, sizes, work.classes)
+
+
+def _path(work: Work, device: torch.device) -> Path | None:
+    """One small file for everything that the answer may depend on."""
+    folder = cache_folder()
+    job = work.job
+    about = (
+        _FORMAT, torch.__version__, platform.machine(), _machine(device), usable_cores(), repr(work.module),
+        job.layout.shapes, job.local.batch_size, job.methods, job.message.bounding, getattr(job.forward, "half", False),
+        work.shape, int(work.cohort).bit_length(),
+    )  # fmt: skip
+    key = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
+    return None if folder is None else folder / f"engine-{key}.json"
+
+
+def _machine(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def _load(path: Path | None) -> tuple[Kind, str] | None:
+    """A file that is cut short or not ours counts as none."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        stored = json.loads(path.read_text()) if path is not None else {}
+        if stored["engine"] in KINDS:
+            return stored["engine"], str(stored["why"])
+    return None
+
+
+def _save(path: Path | None, kind: Kind, words: str) -> None:
+    """What cannot be kept is timed again."""
+    if path is not None:
+        with contextlib.suppress(OSError, FedBlurError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps({"engine": kind, "why": words}).encode())

@@ -1,0 +1,294 @@
+"""The privacy statement of a run. In: a run folder. Out: one page as Markdown, HTML and JSON.
+
+It follows what the field asks a private result to report (Ponomareva et al. 2023, "How to DP-fy ML"), for a reviewer
+who has never seen the project. Everything in it is recomputed from the ledger or read from the run's own files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fedblur.accounting import zcdp
+from fedblur.checkpoint import write_atomically
+from fedblur.config import canonical, config_hash, from_dict
+from fedblur.errors import RunError
+from fedblur.report.page import Page, Section, html, markdown
+from fedblur.report.statement_words import ASSUMED, NOT_PROTECTED, QUESTIONS
+from fedblur.runfolder import RunFolder
+from fedblur.verification import ACCOUNTANTS, Books, compose, read_books, read_json, verify
+
+SEEDED = "not private: seeded noise"
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What a run claims, and all that the claim rests on."""
+
+    run: Path
+    summary: dict[str, Any]
+    config: dict[str, Any]
+    books: Books
+    findings: list[str]  # of `ledger verify`
+    also: tuple[Books, ...] = ()  # other runs on the same clients: tuning, earlier tries
+    tuning: str = ""
+
+    @property
+    def privacy(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.summary["privacy"]
+        return found
+
+    @property
+    def not_private(self) -> str | None:
+        """Why this very run protects nobody, in plain words."""
+        warning = self.privacy["warning"]
+        if not warning:
+            return None
+        return SEEDED if "seeded" in warning else str(warning).replace("NOT PRIVATE", "not private")
+
+    def epsilons(self) -> dict[str, float | None]:
+        return {name: self.books.epsilon(name) for name in ACCOUNTANTS}
+
+    def one_line(self) -> str:
+        """The whole claim in a line."""
+        delta, other = self.books.budget.delta, "rdp" if self.books.budget.accountant == "pld" else "pld"
+        main, second = self.epsilons()[self.books.budget.accountant], self.epsilons()[other]
+        also = "" if second is None else f"; {other.upper()} {_number(second)}"
+        verified = "ledger verified" if not self.findings else "LEDGER NOT VERIFIED"
+        claim = (
+            f"ε = {_number(main)} at δ = {delta:.3g} ({self.books.budget.accountant.upper()}{also}), "
+            f"{self.privacy['adjacency']}, {_count(len(self.books.spends), 'release')}, {verified}"
+        )
+        return f"{self.not_private.upper()} (with secret noise: {claim})" if self.not_private else claim
+
+    def facts(self) -> dict[str, Any]:
+        """The machine-readable form."""
+        privacy = {key: value for key, value in self.privacy.items() if key not in ("ledger", "epsilon", "warning")}
+        total_delta, total = compose([self.books, *self.also])
+        return {
+            "statement": "fedblur privacy statement, version 1",
+            "made": datetime.now(UTC).isoformat(timespec="seconds"),
+            "private": self.not_private is None,
+            "not_private_because": self.not_private,
+            "epsilon": self.epsilons(),
+            "delta": self.books.budget.delta,
+            "delta_times_clients": self.books.budget.delta * self.summary["clients"],
+            "zcdp_rho": zcdp(self.books.event()),
+            "clients": self.summary["clients"],
+            "releases": len(self.books.spends),
+            "claim": privacy,
+            "runs_composed": 1 + len(self.also),
+            "total": {"delta": total_delta, "epsilon": total},
+            "tuning": self.tuning or None,
+            "assumed": list(ASSUMED),
+            "not_protected": list(NOT_PROTECTED),
+            "seed": self.config.get("seed"),
+            "versions": self.summary["versions"],
+            "config_hash": config_hash(from_dict({k: v for k, v in self.config.items() if k != "own"})),
+            "ledger": {"lines": len(self.books.chain.links), "head": self.books.chain.head},
+            "ledger_findings": self.findings,
+        }
+
+
+def read_statement(run: Path, also: Sequence[Path] = (), tuning: str = "") -> Statement:
+    """Everything about a finished run."""
+    folder = RunFolder(run)
+    config, summary = folder.resolved(), read_json(folder.summary)
+    if not summary:
+        raise RunError(f"{run} has no summary.json: the run never ended; go on with: fedblur resume {run}")
+    return Statement(
+        run, summary, config, read_books(run), verify(run), tuple(read_books(other) for other in also), tuning
+    )
+
+
+def write_statement(run: Path, also: Sequence[Path] = (), tuning: str = "") -> tuple[Statement, Path]:
+    """statement.md, .html and .json in the run folder; the Markdown's path comes back."""
+    statement = read_statement(run, also, tuning)
+    page = page_of(statement)
+    write_atomically(run / "statement.md", markdown(page).encode())
+    write_atomically(run / "statement.html", html(page).encode())
+    facts = json.loads(canonical(statement.facts()))
+    write_atomically(run / "statement.json", (json.dumps(facts, indent=2) + "\n").encode())
+    return statement, run / "statement.md"
+
+
+def page_of(statement: Statement) -> Page:
+    """The statement as a page: the same for Markdown and HTML."""
+    notice = None
+    if statement.not_private:
+        notice = (
+            f"This run is {statement.not_private}. Whoever knows the seed can compute the noise and subtract it; the "
+            "figures below hold for the same run with noise from the operating system."
+            if statement.not_private == SEEDED
+            else f"This run is {statement.not_private}."
+        )
+    if statement.findings:
+        notice = f"{notice or ''} The ledger could not be verified: {'; '.join(statement.findings)}.".strip()
+    sections = (
+        _claim(statement), _who(statement), _how(statement), _tuning(statement), _limits(), _record(statement),
+    )  # fmt: skip
+    return Page("Privacy statement", statement.one_line(), notice, sections)
+
+
+def _claim(statement: Statement) -> Section:
+    epsilons, delta, clients = statement.epsilons(), statement.books.budget.delta, statement.summary["clients"]
+    rho = zcdp(statement.books.event())
+    each = [
+        (f"ε by {name.upper()}", "this accountant has no bound for this mechanism" if value is None else _number(value))
+        for name, value in epsilons.items()
+    ]
+    share = delta * clients
+    against = (
+        f"δ·N = {share:.3g} for N = {clients:,} clients. "
+        + (
+            "A δ of 1/N would allow a mechanism that publishes one client at random now and then; "
+            if share >= 1
+            else ""
+        )
+        + ("values well below 1/N are advisable where that matters." if share > 0.1 else "Well below 1/N.")
+    )
+    zero = (
+        "does not apply: sampling (or this noise) has no useful zCDP bound; the RDP figure is the comparable one"
+        if rho is None
+        else f"ρ = {rho:.4g}"
+    )
+    text = _introduction(statement) + (
+        "Whoever sees every model that this run released learns little about whether any one client took part: for any "
+        f"event E, P[E with the client] ≤ e^ε · P[E without] + δ, and the other way round, with δ = {delta:.4g}."
+    )
+    return Section("The claim", text, [*each, ("δ", f"{delta:.4g}. {against}"), ("zCDP", zero)])
+
+
+def _introduction(statement: Statement) -> str:
+    summary, config = statement.summary, statement.config
+    methods = " + ".join(method["name"] for method in config["method"]) or "DP-FedAvg"
+    return (
+        f"A model ({config['model']['name']}, {summary['parameters']:,} parameters) was trained by federated learning "
+        f"({methods}) on the data of {summary['clients']:,} clients, with "
+        f"{_count(len(statement.books.spends), 'release')} of noisy sums. Its accuracy is "
+        f"{100 * summary['accuracy']:.1f} % on {summary['evaluated_on']} data. "
+    )
+
+
+def _who(statement: Statement) -> Section:
+    privacy = statement.privacy
+    rows = [
+        ("unit of privacy", f"{privacy['unit']}: everything that one client contributed, in all rounds"),
+        ("neighbours", privacy["adjacency"]),
+        ("population", f"{statement.summary['clients']:,} clients; data: {statement.summary['data']}"),
+        ("trusted", privacy["trust_model"]),
+        ("the adversary sees", "all released models and everything computed from them, the settings and the code"),
+    ]
+    if statement.summary["data_note"]:
+        rows.append(("about the data", statement.summary["data_note"]))
+    return Section("Who is protected, and from whom", "", rows)
+
+
+def _how(statement: Statement) -> Section:
+    privacy, spends = statement.privacy, statement.books.spends
+    rows = [("mechanism", _mechanism(statement))]
+    if privacy["clip_norm"] is not None:
+        rows += [
+            ("bounded contribution", f"the l2 norm of each client's whole update is {_bounding(privacy)}"),
+            (
+                "noise",
+                f"σ = {privacy['noise_multiplier']:.4g}, standard deviation σ·S on the sum, on {privacy['support']}",
+            ),
+            ("denominator", f"the constant pN = {privacy['expected_cohort']:g}; no client weights"),
+        ]
+    else:
+        rows.append(("noise", f"standard deviation {privacy['vote_noise_std']:.4g} on {privacy['queries']:,} counts"))
+    repeated = len(spends) - len({round_ for round_, _ in spends})
+    rows += [
+        ("sampling", privacy["sampling"]),
+        ("releases", f"{len(spends)}" + (f", {repeated} of them rounds repeated after a crash" if repeated else "")),
+        ("epsilon is enforced", "a round that would pass the budget is refused before it starts"),
+    ]
+    return Section("How", "", rows)
+
+
+_MECHANISMS = {
+    "gaussian": "Gaussian noise on the sum of bounded updates, in every coordinate that is sent",
+    "ddgauss": "discrete Gaussian noise on whole numbers, summed modulo a power of two (DDGauss)",
+    "skellam": "Skellam noise on whole numbers, summed modulo a power of two",
+}
+
+
+def _mechanism(statement: Statement) -> str:
+    settings = statement.config["mechanism"]
+    if statement.privacy["clip_norm"] is None or settings["name"] not in _MECHANISMS:
+        return str(statement.privacy["mechanism"])
+    others = ", ".join(f"{key} = {value}" for key, value in settings.items() if key != "name")
+    return f"{_MECHANISMS[settings['name']]} ({others})"
+
+
+def _bounding(privacy: dict[str, Any]) -> str:
+    return str(privacy["clipping"]).replace("clip_norm", f"S = {float(privacy['clip_norm']):g}", 1)
+
+
+def _tuning(statement: Statement) -> Section:
+    rows = [("measured on", f"{statement.summary['evaluated_on']} data, final round")]
+    rows.append(
+        ("settings", statement.tuning or "how they were chosen is not recorded; if on these clients, it is not free")
+    )
+    if statement.also:
+        delta, total = compose([statement.books, *statement.also])
+        figures = ", ".join(f"{name.upper()} {_number(value)}" for name, value in total.items() if value is not None)
+        rows.append((f"all {1 + len(statement.also)} runs together", f"ε = {figures} at δ = {delta:.4g}"))
+    text = (
+        "Every run on the same clients adds to what they lose, failed ones and those for tuning too. The claim above "
+        "is for this run alone."
+    )
+    return Section("Tuning, and other runs on the same clients", text, rows)
+
+
+def _limits() -> Section:
+    return Section(
+        "What this rests on, and what it does not cover",
+        "",
+        [],
+        lists=(("Assumed", ASSUMED), ("Not protected", NOT_PROTECTED), ("Questions to ask", QUESTIONS)),
+    )
+
+
+def _record(statement: Statement) -> Section:
+    facts = statement.facts()
+    verified = "verified: chain whole, every round covered, ε recomputed" if not statement.findings else "NOT VERIFIED"
+    seed = statement.config.get("seed")
+    rows = [
+        ("randomness", f"seed {seed}: {SEEDED}" if seed is not None else "operating system (CSPRNG), not replayable"),
+        ("configuration", facts["config_hash"]),
+        ("ledger", f"{facts['ledger']['lines']} lines, {facts['ledger']['head']}"),
+        ("ledger check", verified),
+        ("versions", ", ".join(f"{name} {value}" for name, value in facts["versions"].items())),
+        ("status", f"{statement.summary['status']}; statement made {facts['made']}"),
+    ]
+    text = "To check: `fedblur ledger verify RUN`. A hash of the ledger kept elsewhere shows later if it was rewritten."
+    return Section("Record", text, rows + _audits(statement.run))
+
+
+def _audits(run: Path) -> list[tuple[str, str]]:
+    """Audits of this configuration, where there are any in the run folder."""
+    rows = []
+    for path in sorted((run / "audit").glob("*.json")):
+        audit = read_json(path)
+        if audit and not audit.get("noise_removed"):
+            found = {name: attack["epsilon"] for name, attack in audit["attacks"].items()}
+            words = ", ".join(f"{name} ε = {value:.2f}" for name, value in found.items())
+            rows.append(("empirical audit", f"{words} ({audit['canaries']:,} canaries); a lower bound, no proof"))
+    return rows
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "no bound"
+    return f"{math.ceil(1000 * value - 1e-6) / 1000:.3f}" if math.isfinite(value) else "∞"  # never rounded down
+
+
+def _count(count: int, word: str) -> str:
+    return f"{count:,} {word}" + ("" if count == 1 else "s")

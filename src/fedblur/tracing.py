@@ -1,0 +1,174 @@
+"""Functions that are called thousands of times on tensors of the same shapes: run once under a tracer, then replayed.
+
+What is replayed is the flat list of operators that the function called, less those that change nothing: on small models
+most of a local step's time is not arithmetic but `vmap`, `vjp` and Python between the operators. The operators and
+their order are the same, so the result is the same, bit for bit, whether and whenever a function is traced.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from threading import Lock
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+_aten = torch.ops.aten
+_VIEWS = {
+    _aten.view.default, _aten._unsafe_view.default, _aten.expand.default, _aten.transpose.int, _aten.permute.default,
+    _aten.t.default, _aten.unsqueeze.default, _aten.squeeze.dims, _aten.squeeze.dim, _aten.alias.default,
+    _aten.detach.default,
+}  # fmt: skip
+_FIRST, _LATER = 8, 128  # calls with the same shapes before these are traced: a trace takes as long as ~100 calls
+_MOST = 128  # graphs that are kept
+
+Replay = Callable[..., Any]
+_untraced = Lock()  # a module as a function holds its tensors for a moment: two threads may only replay at once
+
+
+class Traced:
+    """A pure function of tensors. It is traced for shapes that keep coming: the more graphs there are, the later."""
+
+    def __init__(self, function: Callable[..., Any], first: int = _FIRST) -> None:
+        self.function = function
+        self.first = first
+        self.calls: dict[Any, int] = {}
+        self.graphs: dict[Any, Replay] = {}
+
+    def __call__(self, *arguments: Any) -> Any:
+        leaves = list(_leaves(arguments))
+        key = tuple([(leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves])
+        graph = self.graphs.get(key)
+        if graph is not None:
+            return graph(*leaves)
+        self.calls[key] = self.calls.get(key, 0) + 1
+        worth = self.calls[key] > min(_LATER, self.first << len(self.graphs)) and len(self.graphs) < _MOST
+        with _untraced:
+            if not worth:
+                return self.function(*arguments)
+            if key not in self.graphs:
+                self.graphs[key] = _trace(self.function, arguments, leaves)
+        return self.graphs[key](*leaves)
+
+
+def _leaves(arguments: tuple[Any, ...]) -> Iterator[Tensor]:
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            yield argument
+        else:
+            yield from argument.values() if isinstance(argument, dict) else argument
+
+
+def _trace(function: Callable[..., Any], arguments: tuple[Any, ...], leaves: list[Tensor]) -> Replay:
+    _, structure = pytree.tree_flatten(arguments)
+    outcome: list[Any] = []
+
+    def flat(*values: Tensor) -> list[Any]:
+        results, shape = pytree.tree_flatten(function(*pytree.tree_unflatten(values, structure)))
+        outcome.append(shape)
+        return results
+
+    module = make_fx(flat, tracing_mode="fake")(*[leaf.detach() for leaf in leaves])  # no two of them the same object
+    simplify(module)
+    replay, shape = _as_function(module), outcome[-1]
+
+    def run(*values: Tensor) -> Any:
+        with torch.inference_mode():
+            return pytree.tree_unflatten(replay(*values), shape)
+
+    return run
+
+
+def _as_function(module: GraphModule) -> Replay:
+    """The graph as a plain function: `GraphModule` would put three more calls around every operator's own."""
+    nodes = list(module.graph.nodes)
+    scope: dict[str, Any] = {"__builtins__": {}}
+    last_use = {source: node for node in nodes for source in node.all_input_nodes}
+    lines, inputs = [], []
+    for node in nodes:
+        if node.op == "placeholder":
+            inputs.append(node.name)
+        elif node.op == "get_attr":
+            scope[node.name] = getattr(module, node.target)
+        elif node.op == "output":
+            lines.append(f"return {_text(node.args[0], scope)}")
+        else:
+            scope[f"call_{node.name}"] = getattr(node.target, "_op", node.target)
+            words = [_text(value, scope) for value in node.args]
+            words += [f"{name}={_text(value, scope)}" for name, value in node.kwargs.items()]
+            lines.append(f"{node.name} = call_{node.name}({', '.join(words)})")
+            done = [source.name for source in node.all_input_nodes if last_use[source] is node]
+            lines += [f"del {name}" for name in done if name not in scope]  # memory is free for what comes next
+    body = "\n    ".join(lines)
+    exec(f"def replay({', '.join(inputs)}):\n    {body}", scope)
+    return cast(Replay, scope["replay"])
+
+
+def _text(value: Any, scope: dict[str, Any]) -> str:
+    """An argument in source code; constants have a name in the scope."""
+    if isinstance(value, Node):
+        return value.name
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_text(item, scope) for item in value)}]"
+    name = f"constant_{len(scope)}"
+    scope[name] = value
+    return name
+
+
+def simplify(module: GraphModule) -> None:
+    """Leave out what changes no bit: views of the same view, products with one, the same operator twice."""
+    graph = module.graph
+    if any(node.op == "call_function" and _mutates(node) for node in graph.nodes):
+        return  # the order of writes and reads matters here
+    for node in graph.nodes:
+        same = _same_view(node) or _factor_of_one(node)
+        if same is not None:
+            node.replace_all_uses_with(same)
+    _merge_repeated(graph)
+    graph.eliminate_dead_code()
+    graph.lint()
+    module.recompile()
+
+
+def _mutates(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return (schema is None and node.target is not operator.getitem) or (schema is not None and schema.is_mutable)
+
+
+def _same_view(node: Node) -> Node | None:
+    """The earliest tensor that this view looks at in the same way."""
+    found, source = None, node
+    while source.target in _VIEWS:
+        source = source.args[0]  # type: ignore[assignment]
+        if _layout(source) == _layout(node):
+            found = source
+    return found
+
+
+def _layout(node: Node) -> Any:
+    value = node.meta["val"]
+    return value.shape, value.stride(), value.storage_offset(), value.dtype
+
+
+def _factor_of_one(node: Node) -> Node | None:
+    if node.target is not _aten.mul.Scalar or node.args[1] != 1:
+        return None
+    source: Node = node.args[0]  # type: ignore[assignment]
+    return source if _layout(source) == _layout(node) else None
+
+
+def _merge_repeated(graph: Graph) -> None:
+    seen: dict[Any, Node] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            continue
+        key = repr((str(node.target), node.args, sorted(node.kwargs.items())))
+        if key in seen:
+            node.replace_all_uses_with(seen[key])
+        else:
+            seen[key] = node

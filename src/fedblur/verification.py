@@ -1,0 +1,187 @@
+"""Is a run's ledger what it was, and does it cover all that the run folder shows? In: a run folder. Out: findings.
+
+    chain       every line follows from those before it, byte for byte
+    anchors     the newest checkpoint, the summary and the statement remember a part of this very ledger
+    owner       the configuration in config.json is the one that the ledger was opened for
+    coverage    there is a release for every round that left anything in the folder
+    budget      the releases are of one kind and within the budget
+    epsilon     recomputed from the events, it is what the summary claims
+
+Not found: a folder whose every file was rolled back or rewritten together. There is no secret in a chain; whoever wants
+to rule that out keeps a hash elsewhere (the statement prints it).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedblur import accounting
+from fedblur.accounting import Accountant
+from fedblur.chain import Chain
+from fedblur.checkpoint import load_newest
+from fedblur.config import canonical, config_hash, from_dict
+from fedblur.errors import ConfigError, FedBlurError, PrivacyError, RunError
+from fedblur.events import Composed, Event, PrivateSelection, SelfComposed
+from fedblur.ledger import Budget, demand_anchor, open_ledger, read_budget, read_spends
+from fedblur.runfolder import RunFolder
+
+ACCOUNTANTS: tuple[Accountant, ...] = ("pld", "rdp")
+
+
+@dataclass(frozen=True)
+class Books:
+    """A run's ledger, read and checked line by line."""
+
+    path: Path
+    chain: Chain
+    budget: Budget
+    spends: list[tuple[int, Event]]
+
+    def event(self) -> Event | None:
+        """Everything that was released, as one event."""
+        return together([event for _, event in self.spends])
+
+    @property
+    def search(self) -> bool:
+        """Whether this is the ledger of a search: the winner's folder has no checkpoints, and many configurations."""
+        return any(isinstance(event, PrivateSelection) for _, event in self.spends)
+
+    def epsilon(self, accountant: Accountant) -> float | None:
+        """Recomputed from the events at the budget's delta; None where this accountant has no bound for them."""
+        return spent(self.event(), self.budget.delta, accountant)
+
+
+def read_books(run: Path) -> Books:
+    """The ledger of a run folder (or a ledger's own path)."""
+    path = RunFolder(run).ledger if run.is_dir() else run
+    if not path.exists():
+        raise RunError(f"{run} has no ledger; give a run folder")
+    chain = open_ledger(path)
+    return Books(run, chain, read_budget(chain)[0], read_spends(chain.links))
+
+
+def together(released: list[Event]) -> Event | None:
+    """Releases about the same clients as one event; like ones are counted, so that they compose quickly."""
+    counts: dict[Event, int] = {}
+    for event in released:
+        counts[event] = counts.get(event, 0) + 1
+    parts = tuple(SelfComposed(event, count) for event, count in counts.items())
+    return Composed(parts) if parts else None
+
+
+def spent(event: Event | None, delta: float, accountant: Accountant) -> float | None:
+    """The epsilon of everything together; None where the accountant refuses these events."""
+    if event is None:
+        return 0.0
+    try:
+        return accounting.epsilon(event, 1, delta, accountant)
+    except PrivacyError:
+        return None
+
+
+def compose(books: list[Books], delta: float | None = None) -> tuple[float, dict[Accountant, float | None]]:
+    """The total of several runs over the same clients: delta (the smallest of theirs by default) and epsilons."""
+    delta = min(book.budget.delta for book in books) if delta is None else delta
+    if not 0 < delta < 1:
+        raise ConfigError(f"delta={delta} must be in (0, 1)")
+    event = together([event for book in books for _, event in book.spends])
+    return delta, {name: spent(event, delta, name) for name in ACCOUNTANTS}
+
+
+def verify(run: Path) -> list[str]:
+    """One line for each thing that is wrong; none for a ledger that can be relied on."""
+    folder = RunFolder(run)
+    try:
+        books = read_books(run)
+        resolved = folder.resolved()
+    except FedBlurError as error:
+        return [str(error)]
+    checks = (
+        _anchors(folder, books),
+        _owner(folder, books, resolved),
+        _coverage(folder, books),
+        _budget(books),
+        _claim(folder, books),
+    )
+    return [finding for check in checks for finding in check]
+
+
+def _anchors(folder: RunFolder, books: Books) -> Iterator[str]:
+    holders: list[tuple[str, Any]] = []
+    try:
+        if not books.search:
+            checkpoint, _ = load_newest(folder.checkpoints)
+            holders.append((f"the checkpoint of round {checkpoint.round}", checkpoint.state.get("ledger")))
+    except RunError as error:
+        yield str(error)
+    summary, statement = read_json(folder.summary), read_json(folder.path / "statement.json")
+    if summary:
+        holders.append(("summary.json", summary.get("privacy", {}).get("ledger")))
+    if statement:
+        holders.append(("statement.json", statement.get("ledger")))
+    for holder, anchor in holders:
+        try:
+            demand_anchor(folder.ledger, anchor, holder)
+        except RunError as error:
+            yield str(error)
+
+
+def _owner(folder: RunFolder, books: Books, resolved: dict[str, Any]) -> Iterator[str]:
+    _, owner = read_budget(books.chain)
+    if books.search:
+        searched = read_json(folder.summary).get("privacy", {}).get("selection", {}).get("search")
+        if owner != searched:
+            yield f"the ledger was opened for search {owner or 'none'}, summary.json is of {searched}"
+        return
+    try:
+        here = config_hash(from_dict({key: value for key, value in resolved.items() if key != "own"}))
+    except FedBlurError as error:
+        yield f"config.json cannot be read: {error}"
+        return
+    if owner != here:
+        yield f"the ledger was opened for configuration {owner or 'none'}, config.json is {here}"
+
+
+def _coverage(folder: RunFolder, books: Books) -> Iterator[str]:
+    """Rounds of a protocol in stages (voting) are not releases; those rows name their stage."""
+    shown = {row["round"] for row in folder.read_rounds() if "stage" not in row}
+    missing = sorted(shown - {round_ for round_, _ in books.spends})
+    if missing:
+        yield f"{len(missing)} rounds left results but no release in the ledger, the first is round {missing[0]}"
+    summary = read_json(folder.summary)
+    if summary and summary["privacy"]["releases"] > len(books.spends):
+        yield f"summary.json counts {summary['privacy']['releases']} releases, the ledger {len(books.spends)}"
+
+
+def _budget(books: Books) -> Iterator[str]:
+    kinds = {event for _, event in books.spends}
+    if len(kinds) > 1:
+        yield f"the ledger holds {len(kinds)} kinds of releases; a run has one"
+    total = books.epsilon(books.budget.accountant)
+    if total is None:
+        yield f"the {books.budget.accountant} accountant, which the ledger names, has no bound for its events"
+    elif total > books.budget.epsilon:
+        yield f"epsilon {total:.4g} of the releases is above the budget {books.budget.epsilon:.4g}"
+
+
+def _claim(folder: RunFolder, books: Books) -> Iterator[str]:
+    summary = read_json(folder.summary)
+    if not summary:
+        return
+    claimed, total = float(summary["privacy"]["epsilon"]), books.epsilon(books.budget.accountant)
+    releases = summary["privacy"]["releases"]
+    if total is not None and len(books.spends) == releases and canonical(claimed) != canonical(total):
+        yield f"summary.json claims epsilon {claimed:.6g}, the ledger's events give {total:.6g}"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or nothing where there is none."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,138 @@
+"""The privacy statement: everything that a reviewer asks, in three forms that agree."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fedblur import accounting
+from fedblur.accounting import zcdp
+from fedblur.cli import app
+from fedblur.events import Composed, DistributedDiscreteGaussian, Gaussian, PoissonSampled, SelfComposed
+
+
+def invoke(*words: object, status: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("statement") / "run"
+    shown = invoke("run", "--rounds", 5, "--clients", 50, "--quiet", "--out", path, "--sample-rate", 0.2)
+    assert f"Statement: {path}/statement.md (.html, .json)" in shown
+    return path
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(run, tmp_path / "run"))
+
+
+def test_statement__has_all_that_the_reporting_guidance_asks_for(run: Path) -> None:
+    text = (run / "statement.md").read_text()
+    for words in (
+        "unit of privacy", "neighbours", "add or remove one client", "trusted", "mechanism", "sampling", "ε by PLD",
+        "ε by RDP", "zCDP", "δ·N", "releases", "Tuning", "Assumed", "Not protected", "randomness", "versions",
+        "configuration", "ledger", "pN = 10", "operating system (CSPRNG)", "verified: chain whole",
+    ):  # fmt: skip
+        assert words in text, words
+    assert "not private" not in text.lower()
+
+
+def test_statement__the_json_form_is_recomputed_from_the_ledger(run: Path) -> None:
+    facts = json.loads((run / "statement.json").read_text())
+    event = PoissonSampled(0.2, Gaussian(facts["claim"]["noise_multiplier"]))
+    for name in ("pld", "rdp"):
+        assert facts["epsilon"][name] == accounting.epsilon(event, 5, 1 / 50, name)
+    assert facts["private"] is True
+    assert facts["releases"] == 5
+    assert facts["delta_times_clients"] == pytest.approx(1)
+    assert facts["ledger"]["lines"] == 6
+    assert facts["ledger"]["head"] in (run / "ledger.jsonl").read_text()
+    assert facts["ledger_findings"] == []
+    assert "local_only" not in facts
+
+
+def test_statement__the_html_needs_nothing_else_and_knows_dark_rooms(run: Path) -> None:
+    page = (run / "statement.html").read_text()
+    opened: list[str] = []
+
+    class Balance(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: object) -> None:
+            if tag != "meta":
+                opened.append(tag)
+
+        def handle_endtag(self, tag: str) -> None:
+            assert opened.pop() == tag
+
+    Balance().feed(page)
+    assert opened == []
+    assert "prefers-color-scheme: dark" in page
+    assert "http" not in page
+    assert "<script" not in page
+
+
+def test_statement__a_seeded_run_says_plainly_that_it_is_not_private(tmp_path: Path) -> None:
+    shown = invoke("run", "--rounds", 2, "--clients", 30, "--seed", 1, "--quiet", "--out", tmp_path / "run")
+    assert "NOT PRIVATE: SEEDED NOISE" in shown
+    assert "This run is not private: seeded noise." in (tmp_path / "run" / "statement.md").read_text()
+    facts = json.loads((tmp_path / "run" / "statement.json").read_text())
+    assert facts["private"] is False
+    assert facts["not_private_because"] == "not private: seeded noise"
+
+
+def test_statement__without_noise_says_so(tmp_path: Path) -> None:
+    shown = invoke("run", "--rounds", 2, "--clients", 30, "--epsilon", "inf", "--quiet", "--out", tmp_path / "run")
+    assert "NOT PRIVATE: NO NOISE" in shown
+    assert "∞" in (tmp_path / "run" / "statement.md").read_text()
+
+
+def test_statement__other_runs_on_the_same_clients_enter_the_total(copy: Path, run: Path) -> None:
+    invoke("statement", copy, "--also", run, "--tuning", "two learning rates, on validation clients")
+    text, facts = (copy / "statement.md").read_text(), json.loads((copy / "statement.json").read_text())
+    assert "all 2 runs together" in text
+    assert "two learning rates, on validation clients" in text
+    assert facts["total"]["epsilon"]["pld"] > facts["epsilon"]["pld"]
+
+
+def test_statement__an_edited_ledger_is_not_stated(copy: Path) -> None:
+    path = copy / "ledger.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"round": 3', b'"round": 2'))
+    assert "does not follow" in invoke("statement", copy, status=2)
+
+
+def test_statement__a_cut_ledger_is_stated_as_not_verified(copy: Path) -> None:
+    path = copy / "ledger.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    assert "LEDGER NOT VERIFIED" in invoke("statement", copy)
+    assert "could not be verified" in (copy / "statement.md").read_text()
+
+
+def test_statement__voting_runs_have_one_too(tmp_path: Path) -> None:
+    words = ("run", "--method", "knn-dpfl", "--clients", 60, "--quiet", "--out", tmp_path / "run")
+    invoke(*words, "--set", "method.knn-dpfl.student_steps=20")
+    text = (tmp_path / "run" / "statement.md").read_text()
+    assert "noisy plurality" in text
+    assert "ρ = " in text  # everyone votes: zCDP applies
+    assert "verified, 1 releases" in invoke("ledger", "verify", tmp_path / "run")
+
+
+def test_statement__an_unfinished_run_is_one_line(copy: Path) -> None:
+    (copy / "summary.json").unlink()
+    assert "the run never ended" in invoke("statement", copy, status=2)
+
+
+def test_zcdp__adds_up_without_sampling_and_is_refused_with_it() -> None:
+    assert zcdp(SelfComposed(Gaussian(2.0), 8)) == pytest.approx(1.0)
+    assert zcdp(Composed((Gaussian(1.0), PoissonSampled(1.0, Gaussian(2.0))))) == pytest.approx(0.625)
+    assert zcdp(PoissonSampled(0.5, Gaussian(2.0))) is None
+    assert zcdp(DistributedDiscreteGaussian(10.0, 5.0, 32, 1, "tight")) == pytest.approx(0.125)
+    assert zcdp(Gaussian(0.0)) == float("inf")
+    assert zcdp(None) == 0

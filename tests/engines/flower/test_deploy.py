@@ -1,0 +1,173 @@
+"""`fedblur deploy`: the files of a new federation, what `flwr` packs of them, and the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from fedblur.cli import app
+from fedblur.engines.flower.gateway import make_app
+
+BIN = Path(sys.executable).parent
+ENV = {
+    **os.environ,
+    "PATH": f"{BIN}:{os.environ['PATH']}",
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+}
+
+
+def init(folder: Path, *options: str):
+    return CliRunner().invoke(app, ["deploy", "init", str(folder), *options])
+
+
+def test_init__writes_a_federation_with_tls_and_keys(tmp_path: Path) -> None:
+    result = init(tmp_path / "f", "--host", "fed.example.org", "--port", "9443")
+    assert result.exit_code == 0, result.output
+    scripts = {path.name: path.read_text() for path in (tmp_path / "f").glob("*.sh")}
+    assert set(scripts) == {"certificates.sh", "superlink.sh", "gateway.sh", "supernode.sh"}
+    assert "--insecure" not in "".join(scripts.values())
+    assert "--enable-supernode-auth" in scripts["superlink.sh"]
+    assert "--host 127.0.0.1" in scripts["superlink.sh"]  # others come through the gateway
+    assert "--superlink fed.example.org:9443" in scripts["supernode.sh"]
+    assert "DNS:fed.example.org" in scripts["certificates.sh"]
+    assert (tmp_path / "f/secrets").stat().st_mode & 0o077 == 0
+
+
+def test_init__insecure_is_for_loopback_only_and_says_so(tmp_path: Path) -> None:
+    result = init(tmp_path / "f", "--insecure")
+    assert result.exit_code == 0
+    assert "never with people's data" in result.output
+    assert not (tmp_path / "f/gateway.sh").exists()
+    refused = init(tmp_path / "g", "--insecure", "--host", "10.0.0.5")
+    assert refused.exit_code == 2
+    assert "host='10.0.0.5' is another one" in refused.output
+    assert not (tmp_path / "g").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--port", "0"], "--port=0"), (["--host", "no such;host"], "neither an address nor a name")],
+)
+def test_init__bad_values_are_named(tmp_path: Path, options: list[str], message: str) -> None:
+    result = init(tmp_path / "f", *options)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_init__does_not_overwrite(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("precious")
+    result = init(tmp_path)
+    assert result.exit_code == 2
+    assert "not empty" in result.output
+
+
+def test_init__what_flower_packs_holds_no_secret(tmp_path: Path) -> None:
+    """`flwr build` packs what `flwr run` would send to every node."""
+    folder = tmp_path / "f"
+    assert init(folder).exit_code == 0
+    subprocess.run(["sh", "certificates.sh"], cwd=folder, env=ENV, check=True, capture_output=True)
+    key = ["ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", "secrets/node-0"]
+    subprocess.run(key, cwd=folder, check=True)
+    env = {**ENV, "FLWR_HOME": str(folder / "state")}
+    subprocess.run(["flwr", "build", "--app", "app"], cwd=folder, env=env, check=True, capture_output=True)
+    (packed,) = folder.rglob("*.fab")
+    with zipfile.ZipFile(packed) as archive:
+        names = archive.namelist()
+        text = b"".join(archive.read(name) for name in names)
+    assert "federation/fedblur.toml" in names
+    assert b"PRIVATE KEY" not in text
+    assert not [name for name in names if name.startswith(("secrets", "state"))]
+    made = {path.name: path.stat().st_mode & 0o077 for path in (folder / "secrets").glob("*.key")}
+    assert made == {"ca.key": 0, "server.key": 0}
+
+
+def test_template__trains_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example task runs before anything is filled in; only the number of rounds is made smaller."""
+    import importlib
+
+    from tests.engines.flower.world import LoopGrid, federated
+
+    assert init(tmp_path / "f").exit_code == 0
+    config = tmp_path / "f/app/federation/fedblur.toml"
+    config.write_text(config.read_text().replace("rounds = 3 ", "rounds = 2 "))
+    monkeypatch.syspath_prepend(str(tmp_path / "f/app"))
+    for name in [name for name in sys.modules if name.split(".")[0] == "federation"]:
+        monkeypatch.delitem(sys.modules, name)
+    task = importlib.import_module("federation.task").task
+    run = federated(task, LoopGrid(task, 3, "central"), tmp_path / "run", "central")
+    assert run.summary["status"] == "complete"
+    assert run.summary["privacy"]["warning"] is None
+    text = config.read_text().replace('mechanism = "gaussian"', "", 1)
+    config.write_text(text.replace("# accountant", "accountant").replace("# mechanism = {", "mechanism = {"))
+    run = federated(task, LoopGrid(task, 3, "secure-sum"), tmp_path / "secure", "secure-sum")
+    assert "honest-but-curious" in run.summary["privacy"]["trust_model"]
+
+
+def ask(path: str, body: bytes = b"x", largest: int = 100) -> tuple[int, list[httpx.Request]]:
+    """One request through the gateway, and what came out behind it."""
+    seen: list[httpx.Request] = []
+
+    def superlink(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return httpx.Response(200, content=b"answer")
+
+    async def go() -> int:
+        inner = httpx.AsyncClient(transport=httpx.MockTransport(superlink), base_url="https://inner")
+        door = httpx.ASGITransport(app=make_app(inner, largest))
+        async with httpx.AsyncClient(transport=door, base_url="https://door") as client:
+            return (await client.post(path, content=body, headers={"flwr-key": "k"})).status_code
+
+    return asyncio.run(go()), seen
+
+
+def test_gateway__lets_nodes_through_with_their_headers() -> None:
+    status, seen = ask("/v1/fleet/pull-messages", b"hello")
+    assert status == 200
+    assert (seen[0].url.path, seen[0].content, seen[0].headers["flwr-key"]) == (
+        "/v1/fleet/pull-messages",
+        b"hello",
+        "k",
+    )
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/control/start-run",
+        "/v1/control/register-node",
+        "/v1/runtime/acquire-task",
+        "/docs",
+        "/",
+        "/v1/fleet",
+        "/v1/fleet/../control/start-run",
+        "/v1/fleet/%2e%2e/control/start-run",
+        "/v1/fleet//control",
+        "/V1/FLEET/x",
+    ],
+)
+def test_gateway__lets_nothing_else_through(path: str) -> None:
+    status, seen = ask(path)
+    assert status == 404
+    assert not seen
+
+
+def test_gateway__refuses_huge_requests() -> None:
+    assert ask("/v1/fleet/push-object", bytes(100))[0] == 200
+    status, seen = ask("/v1/fleet/push-object", bytes(101))
+    assert status == 413
+    assert not seen
+
+
+def test_gateway__needs_its_certificates(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["deploy", "gateway", "--secrets", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "certificates.sh" in result.output

@@ -1,0 +1,267 @@
+"""Bugs that were seen in public code, planted into ours by monkeypatching. Each says who must catch it.
+
+A bug is a function that patches the real code; a catcher (catchers.py) is a check that passes on the code as it is and
+must fail on the patched one. The table in docs/privacy.md is made from this list (`table.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fedblur.bounding
+import fedblur.client
+import fedblur.engines.local
+import fedblur.functional
+import fedblur.rng
+import fedblur.train
+from fedblur.clipping import Bounded, clip_l2
+from fedblur.engines import LocalEngine
+from fedblur.ledger import Ledger
+from fedblur.mechanisms.ddgauss import DDGauss
+from fedblur.mechanisms.gaussian import Gaussian
+from fedblur.methods.lus import Lus
+from fedblur.rng import Seeded, System
+from fedblur.sampling import PoissonSampler
+from fedblur.server import Server
+from tests.planted import catchers
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+@dataclass(frozen=True)
+class Bug:
+    """One way to be wrong."""
+
+    name: str
+    what: str  # for the table: what the code does wrong
+    plant: Plant
+    catchers: tuple[str, ...]  # names in catchers.py; every one of them must catch it
+    asked: bool = True  # on the list of the issue; the others were added
+
+
+BUGS: list[Bug] = []
+
+
+def bug(what: str, *catchers: str, asked: bool = True) -> Callable[[Plant], Plant]:
+    def add(plant: Plant) -> Plant:
+        BUGS.append(Bug(plant.__name__.replace("_", " "), what, plant, catchers, asked))
+        return plant
+
+    return add
+
+
+def _clip_block(how: Callable[[Tensor, fedblur.client.ClientJob], Tensor]) -> Callable[..., fedblur.client.Block]:
+    """The client's last step, with another way to bound its update."""
+
+    def clip_block(trained: fedblur.client.Trained, job: fedblur.client.ClientJob) -> fedblur.client.Block:
+        norms = trained.update.double().norm(dim=1)
+        return fedblur.client.Block(Bounded(how(trained.update, job), job.clip_norm), trained.trained_norm, norms)
+
+    return clip_block
+
+
+@bug("each tensor is clipped to S on its own: L tensors let √L·S through", "worst case", "a client sends at most S")
+def clip_per_tensor(patch: pytest.MonkeyPatch) -> None:
+    def per_tensor(update: Tensor, job: fedblur.client.ClientJob) -> Tensor:
+        sizes = [int(np.prod(shape)) for shape in job.layout.shapes]
+        return torch.cat([clip_l2(part, job.clip_norm)[0].value for part in torch.split(update, sizes, dim=1)], dim=1)
+
+    patch.setattr(fedblur.client, "clip_block", _clip_block(per_tensor))
+
+
+@bug(
+    "the update is clipped, then sparsified and rescaled by 1/(1 − c)",
+    "worst case with LUS",
+    "a client sends at most S",
+)
+def clip_before_sparsifying_and_rescale(patch: pytest.MonkeyPatch) -> None:
+    def clip_then_shape(update: Tensor, job: fedblur.client.ClientJob) -> Tensor:
+        clipped = clip_l2(update, job.clip_norm)[0].value
+        kept = next((1 - method.sparsity for method in job.methods if isinstance(method, Lus)), 1.0)
+        return clipped * (clipped != 0) / kept
+
+    patch.setattr(fedblur.client, "clip_block", _clip_block(clip_then_shape))
+
+
+@bug("noise made for the mean, σS/n, is added to the sum", "worst case", "noise has the claimed size")
+def noise_on_the_mean_with_a_wrong_denominator(patch: pytest.MonkeyPatch) -> None:
+    def release(self: Gaussian, total: Tensor, release, rng) -> Tensor:
+        noise = rng.child("noise").normal(release.dimension, release.device).double()
+        return (total + release.noise_std / max(release.cohort, 1) * noise).float()
+
+    patch.setattr(Gaussian, "release", release)
+
+
+@bug("only coordinates that some client sent get noise", "worst case", "noise is dense")
+def noise_only_on_the_kept_support(patch: pytest.MonkeyPatch) -> None:
+    whole = Gaussian.release
+
+    def release(self: Gaussian, total: Tensor, release, rng) -> Tensor:
+        return torch.where(total == 0, 0.0, whole(self, total, release, rng))
+
+    patch.setattr(Gaussian, "release", release)
+
+
+@bug("every round draws its noise from the same seed", "worst case", "rounds differ")
+def noise_from_a_reused_seed(patch: pytest.MonkeyPatch) -> None:
+    def release(self: Gaussian, total: Tensor, release, rng) -> Tensor:
+        noise = Seeded.root(1234).normal(release.dimension, release.device).double()
+        return (total + release.noise_std * noise).float()
+
+    patch.setattr(Gaussian, "release", release)
+
+
+@bug("clipped updates are weighted by n_k over the mean n", "worst case", "a client sends at most S")
+def weights_by_sample_count(patch: pytest.MonkeyPatch) -> None:
+    train = LocalEngine._train
+
+    def weighted(self, job, shard, ids, chosen, rng):
+        block = train(self, job, shard, ids, chosen, rng)
+        weights = shard.sizes[chosen] / shard.sizes.float().mean()
+        scaled = Bounded(block.bounded.value * weights[:, None], block.bounded.l2_bound)
+        return fedblur.client.Block(scaled, block.trained_norms, block.norms)
+
+    patch.setattr(LocalEngine, "_train", weighted)
+
+
+@bug("a cohort of fixed size is accounted as Poisson", "sampling is what is accounted")
+def fixed_size_sampling_under_poisson_accounting(patch: pytest.MonkeyPatch) -> None:
+    def cohort(self: PoissonSampler, rng) -> Tensor:
+        order = np.argsort(rng.uniform(self.clients))[: round(self.expected_cohort)]
+        return torch.from_numpy(np.sort(order))
+
+    patch.setattr(PoissonSampler, "cohort", cohort)
+
+
+@bug("updates are clipped to the mean norm of the cohort", "worst case", "a client sends at most S")
+def a_data_dependent_clip_norm(patch: pytest.MonkeyPatch) -> None:
+    def by_mean_norm(update: Tensor, job: fedblur.client.ClientJob) -> Tensor:
+        return clip_l2(update, float(update.double().norm(dim=1).mean()))[0].value
+
+    patch.setattr(fedblur.client, "clip_block", _clip_block(by_mean_norm))
+
+
+@bug("a model with BatchNorm, whose statistics leave without clip or noise", "refusal of BatchNorm")
+def batchnorm_statistics_shared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(catchers, "MODEL", BatchNormed)  # the user's own; in our code there is no sharing of buffers to break
+
+
+@bug("every other round is not written down", "ledger verify", "a line before each release")
+def a_forgotten_round_in_the_ledger(patch: pytest.MonkeyPatch) -> None:
+    spend = Ledger.spend
+
+    def forgetful(self: Ledger, round_: int, event, replay: bool) -> None:
+        if round_ % 2:
+            spend(self, round_, event, replay)
+
+    patch.setattr(Ledger, "spend", forgetful)
+
+
+@bug("noise follows from the round's number, so a resumed run draws it again", "fresh noise after a resume")
+def resume_that_replays_noise(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(System, "child", lambda self, *path: _Replaying(Seeded.root(9).child(*path).key))
+
+
+@dataclass(frozen=True)
+class _Replaying(Seeded):
+    """A seeded stream that says it is private."""
+
+    private: bool = True
+
+    def child(self, *path: str | int) -> _Replaying:
+        return _Replaying(Seeded.child(self, *path).key)
+
+
+@bug("the norm is taken in float32 and nothing is left for rounding", "clip exact to the last bit")
+def float_rounding_in_the_norm(patch: pytest.MonkeyPatch) -> None:
+    def naive(updates: Tensor, clip_norm: float) -> tuple[Bounded, Tensor]:
+        norms = updates.norm(dim=-1)
+        return Bounded(updates * (clip_norm / norms).clamp(max=1.0)[:, None], clip_norm), norms
+
+    patch.setattr(fedblur.bounding, "clip_l2", naive)
+
+
+@bug("the sum is divided by the cohort that came", "the denominator is constant", asked=False)
+def a_private_denominator(patch: pytest.MonkeyPatch) -> None:
+    step, report = Server.step, Gaussian.release
+    sizes: list[int] = []
+
+    def release(self: Gaussian, total: Tensor, release, rng) -> Tensor:
+        sizes.append(release.cohort)
+        return report(self, total, release, rng)
+
+    def divided(self, state, mean_update, *, round_, rounds, noise_std):
+        update = mean_update * 10.0 / max(sizes[-1], 1)  # pN = 10 in the catcher's world
+        return step(self, state, update, round_=round_, rounds=rounds, noise_std=noise_std)
+
+    patch.setattr(Gaussian, "release", release)
+    patch.setattr(Server, "step", divided)
+
+
+@bug("no noise in a round that nobody joined", "an empty cohort is noisy", asked=False)
+def an_empty_cohort_without_noise(patch: pytest.MonkeyPatch) -> None:
+    whole = Gaussian.release
+    patch.setattr(
+        Gaussian, "release", lambda self, total, r, rng: whole(self, total, r, rng) if r.cohort else total.float()
+    )
+
+
+@bug("the noise is left out altogether", "worst case", "one-shot audit", asked=False)
+def no_noise(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Gaussian, "release", lambda self, total, release, rng: total.float())
+
+
+@bug("half of the noise: σ is taken for the sensitivity 2S of another neighbourhood", "worst case", asked=False)
+def half_the_noise(patch: pytest.MonkeyPatch) -> None:
+    whole = Gaussian.release
+
+    def release(self: Gaussian, total: Tensor, release, rng) -> Tensor:
+        return ((whole(self, total, release, rng).double() + total) / 2).float()
+
+    patch.setattr(Gaussian, "release", release)
+
+
+@bug("a client with NaN in its update reaches the sum", "NaN counts as zero", asked=False)
+def nan_passes_the_clip(patch: pytest.MonkeyPatch) -> None:
+    def trusting(updates: Tensor, clip_norm: float) -> tuple[Bounded, Tensor]:
+        norms = updates.double().norm(dim=-1)
+        return Bounded(updates * (clip_norm / norms).clamp(max=1.0).float()[:, None], clip_norm), norms
+
+    patch.setattr(fedblur.bounding, "clip_l2", trusting)
+
+
+@bug("noise shares are sized for more clients than take part", "worst case with shares", asked=False)
+def shares_for_clients_who_are_not_there(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        Gaussian,
+        "_shares",
+        lambda self, numbers, release, rng: (
+            release.noise_std
+            / np.sqrt(4 * release.cohort)
+            * torch.stack([rng.child("share", i).normal(release.dimension, release.device) for i in numbers])
+        ),
+    )
+
+
+@bug("the secure sum forgets its noise", "worst case with DDGauss", asked=False)
+def a_secure_sum_without_noise(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DDGauss, "draw", lambda self, std, count, coins: torch.zeros(count, dtype=torch.int64))
+
+
+@bug("a seeded run does not say that it is not private", "a seeded run says so", asked=False)
+def a_seed_passed_off_as_private(patch: pytest.MonkeyPatch) -> None:
+    make = fedblur.rng.make_rng
+    patch.setattr("fedblur.setup.make_rng", lambda seed: make(None) if seed is None else _Replaying(make(seed).key))
+
+
+class BatchNormed(nn.Sequential):
+    """The user's model of `batchnorm_statistics_shared`."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))

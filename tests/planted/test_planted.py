@@ -1,0 +1,37 @@
+"""Every planted bug is caught by every check that claims to, and no check cries wolf."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedblur.errors import FedBlurError
+from tests.planted.bugs import BUGS, Bug
+from tests.planted.catchers import CATCHERS
+from tests.planted.table import PAGE, section, table
+
+PAIRS = [(bug, name) for bug in BUGS for name in bug.catchers]
+
+
+@pytest.mark.parametrize("name", CATCHERS)
+def test_check__passes_on_the_code_as_it_is(name: str, tmp_path: Path) -> None:
+    CATCHERS[name].check(tmp_path)
+
+
+@pytest.mark.parametrize(("bug", "name"), PAIRS, ids=[f"{bug.name}-{name}" for bug, name in PAIRS])
+def test_planted_bug__is_caught(bug: Bug, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bug.plant(monkeypatch)
+    expected = FedBlurError if CATCHERS[name].kind == "refusal" else AssertionError
+    with pytest.raises(expected):
+        CATCHERS[name].check(tmp_path)
+
+
+def test_planted_bugs__are_at_least_the_twelve_that_were_asked_for() -> None:
+    assert sum(bug.asked for bug in BUGS) >= 12
+    assert len({bug.name for bug in BUGS}) == len(BUGS)
+    assert {name for bug in BUGS for name in bug.catchers} == set(CATCHERS)
+
+
+def test_table__in_the_docs_is_up_to_date() -> None:
+    assert section(PAGE.read_text())[1] == table(), "run: python -m tests.planted.table"
