@@ -21,6 +21,7 @@ from fedblur.events import Gaussian, PrivateSelection, SelfComposed
 from fedblur.functional import Layout, as_function, initial_vector
 from fedblur.ledger import Ledger
 from fedblur.models import make_model
+from fedblur.report.statement import write_statement
 from fedblur.selection import TrialCount
 from fedblur.setup import load
 from fedblur.train import Run, train
@@ -135,6 +136,14 @@ def test_search__is_in_the_ledger_once_and_its_budget_is_spent(won: Path) -> Non
     ledger = Ledger(won / "ledger.jsonl", accounting_budget(search.epsilon), search.key)
     assert ledger.spends() == [(1, search.event)]
     assert ledger.epsilon() == pytest.approx(search.epsilon)
+
+
+def test_statement__says_how_settings_were_chosen_and_what_it_cost(won: Path, tmp_path: Path) -> None:
+    _, path = write_statement(shutil.copytree(won, tmp_path / "copy"))
+    page = path.with_suffix(".md").read_text()
+    assert "chosen privately among 2 configurations" in page
+    assert "the choice costs" in page
+    assert "not recorded" not in page
 
 
 def test_search__can_be_verified_and_an_edited_one_is_found(won: Path, tmp_path: Path) -> None:
