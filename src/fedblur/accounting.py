@@ -18,11 +18,13 @@ from scipy.optimize import brentq
 from fedblur.accountants import INTERPRETERS, renyi
 from fedblur.errors import ConfigError, PrivacyError
 from fedblur.events import (
+    Composed,
     DistributedDiscreteGaussian,
     Event,
     FixedSizeSampled,
     Gaussian,
     PoissonSampled,
+    PrivateSelection,
     Votes,
     flatten,
 )
@@ -74,6 +76,8 @@ def adjacency(event: Event) -> Adjacency:
 def _relation(release: Event) -> Adjacency:
     if isinstance(release, FixedSizeSampled | PoissonSampled):
         _relation(release.inner)
+    if isinstance(release, PrivateSelection):
+        return adjacency(Composed(release.trials))
     if renyi.dispatch(type(release)) is renyi.dispatch(object):
         raise PrivacyError(f"{type(release).__name__} is known to no accountant; an unknown event is refused")
     return "replace one client" if isinstance(release, FixedSizeSampled) else "add or remove one client"

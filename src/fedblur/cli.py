@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from fedblur.commands import audit, data, deploy, ledger, paper, plan, run, statement, table
+from fedblur.commands import audit, data, deploy, ledger, paper, plan, run, statement, table, tune
 from fedblur.engines.distributed import rank
 from fedblur.errors import FedBlurError
 from fedblur.version import version
@@ -51,6 +51,7 @@ app.command("resume")(run.resume)
 app.command("plan")(plan.plan)
 app.command("table")(table.table)
 app.command("paper")(paper.paper)
+app.command("tune")(tune.tune)
 app.command("audit")(audit.audit_)
 app.command("statement")(statement.statement)
 app.add_typer(data.app, name="data")

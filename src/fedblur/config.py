@@ -175,7 +175,9 @@ def _check_run(config: Config) -> None:
 
 def from_dict(table: Mapping[str, Any]) -> Config:
     """A configuration from plain values, as TOML and JSON give them."""
-    config = from_table(Config, _with_reference(table))
+    from fedblur.recipe import with_recipe  # which needs plans, and they this file's parts
+
+    config = from_table(Config, with_recipe(_with_reference(table)))
     assert isinstance(config, Config)
     return config
 
@@ -280,7 +282,8 @@ def _assign(table: dict[str, Any], path: list[str], value: Any, key: str) -> Non
         table[head] = _assign_method(inner, rest, value, key)
         return
     if inner is None:
-        inner = {"name": _default_part(head)} if head != "local" else {}
+        merged = head == "local" or ("recipe" in table and head in ("model", "server"))  # into what the recipe has
+        inner = {} if merged else {"name": _default_part(head)}
     inner = {"name": inner} if isinstance(inner, str) else dict(inner)
     _assign(inner, rest, value, key)
     table[head] = inner

@@ -28,15 +28,34 @@ def evaluate(
     device = next(iter(theta.values())).device
     correct = torch.zeros((), dtype=torch.int64, device=device)
     loss = torch.zeros((), dtype=torch.float64, device=device)
-    for chunk, (x, y) in enumerate(_chunks(samples)):
-        y, inputs = y.to(device), as_input(x.to(device))
-        seen = [inputs, *(_disturbed(inputs, methods, chunk, view) for view in range(1, views))]
-        with SeededDropout(None):
-            chances = torch.stack([F.log_softmax(forward(theta, each), 1) for each in seen])  # [views, chunk, classes]
-        logits = torch.logsumexp(chances, 0)
+    for logits, y in _predictions(forward, theta, samples, methods, views):
         correct += (logits.argmax(1) == y).sum()
         loss += F.cross_entropy(logits, y, reduction="sum").double()
     return int(correct) / len(samples), float(loss) / len(samples)
+
+
+@torch.no_grad()
+def accuracy_by_client(
+    forward: Forward, theta: Params, samples: Samples, sizes: Tensor, methods: tuple[Method, ...] = (), views: int = 1
+) -> Tensor:
+    """Each client's own accuracy, [clients] float64 on the CPU; `sizes` says whose samples follow whose."""
+    predictions = _predictions(forward, theta, samples, methods, views)
+    hits = torch.cat([logits.argmax(1) == y for logits, y in predictions]).double().cpu()
+    owner = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+    return torch.zeros(len(sizes), dtype=torch.float64).index_add_(0, owner, hits) / sizes
+
+
+def _predictions(
+    forward: Forward, theta: Params, samples: Samples, methods: tuple[Method, ...], views: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(log-probabilities up to a constant [chunk, classes], labels [chunk]) on the device of the weights."""
+    device = next(iter(theta.values())).device
+    for chunk, (x, y) in enumerate(_chunks(samples)):
+        inputs = as_input(x.to(device))
+        seen = [inputs, *(_disturbed(inputs, methods, chunk, view) for view in range(1, views))]
+        with SeededDropout(None):
+            chances = torch.stack([F.log_softmax(forward(theta, each), 1) for each in seen])  # [views, chunk, classes]
+        yield torch.logsumexp(chances, 0), y.to(device)
 
 
 def _chunks(samples: Samples) -> Iterator[tuple[Tensor, Tensor]]:

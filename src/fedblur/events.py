@@ -171,6 +171,26 @@ class Composed(Event):
             raise PrivacyError("a composition of no events says nothing; leave it out")
 
 
+@event_kind("private_selection")
+@dataclass(frozen=True)
+class PrivateSelection(Event):
+    """The best of a secret, random number of trials, each of a configuration picked at random; only it is released.
+
+    `trials` are all that one trial may release about a client, alternatives and not a sequence: the training of each
+    configuration, and the noisy score of clients who do not train.
+    """
+
+    trials: tuple[Event, ...]
+    shape: float  # η of the truncated negative binomial: 0 logarithmic, 1 geometric; inf: Poisson
+    mean: float  # expected number of trials
+
+    def __post_init__(self) -> None:
+        if not self.trials:
+            raise PrivacyError("a selection among no trials says nothing; leave it out")
+        if not self.shape > -1 or not 1 < self.mean < math.inf:
+            raise PrivacyError(f"shape={self.shape} must be above -1 and mean={self.mean} above 1 and finite")
+
+
 def flatten(event: Event, count: int = 1) -> dict[Event, int]:
     """The releases inside compositions, each with how often it happened: nesting makes no difference."""
     if isinstance(event, SelfComposed):
@@ -195,6 +215,8 @@ def to_json(event: Event) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, Event):
         return to_json(value)
+    if value == math.inf:
+        return "inf"  # JSON has no infinity; only a selection may hold one
     return [to_json(item) for item in value] if isinstance(value, tuple) else value
 
 
@@ -229,6 +251,8 @@ def _read(where: str, hint: Any, value: Any) -> Any:
         return from_json(value)
     if hint == tuple[Event, ...] and isinstance(value, list | tuple):
         return tuple(from_json(item) for item in value)
+    if hint is float and value == "inf":
+        return math.inf
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     if hint in (int, str) and type(value) is hint:

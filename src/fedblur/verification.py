@@ -25,7 +25,7 @@ from fedblur.chain import Chain
 from fedblur.checkpoint import load_newest
 from fedblur.config import canonical, config_hash, from_dict
 from fedblur.errors import ConfigError, FedBlurError, PrivacyError, RunError
-from fedblur.events import Composed, Event, SelfComposed
+from fedblur.events import Composed, Event, PrivateSelection, SelfComposed
 from fedblur.ledger import Budget, demand_anchor, open_ledger, read_budget, read_spends
 from fedblur.runfolder import RunFolder
 
@@ -44,6 +44,11 @@ class Books:
     def event(self) -> Event | None:
         """Everything that was released, as one event."""
         return together([event for _, event in self.spends])
+
+    @property
+    def search(self) -> bool:
+        """Whether this is the ledger of a search: the winner's folder has no checkpoints, and many configurations."""
+        return any(isinstance(event, PrivateSelection) for _, event in self.spends)
 
     def epsilon(self, accountant: Accountant) -> float | None:
         """Recomputed from the events at the budget's delta; None where this accountant has no bound for them."""
@@ -96,8 +101,8 @@ def verify(run: Path) -> list[str]:
     except FedBlurError as error:
         return [str(error)]
     checks = (
-        _anchors(folder),
-        _owner(books, resolved),
+        _anchors(folder, books),
+        _owner(folder, books, resolved),
         _coverage(folder, books),
         _budget(books),
         _claim(folder, books),
@@ -105,11 +110,12 @@ def verify(run: Path) -> list[str]:
     return [finding for check in checks for finding in check]
 
 
-def _anchors(folder: RunFolder) -> Iterator[str]:
+def _anchors(folder: RunFolder, books: Books) -> Iterator[str]:
     holders: list[tuple[str, Any]] = []
     try:
-        checkpoint, _ = load_newest(folder.checkpoints)
-        holders.append((f"the checkpoint of round {checkpoint.round}", checkpoint.state.get("ledger")))
+        if not books.search:
+            checkpoint, _ = load_newest(folder.checkpoints)
+            holders.append((f"the checkpoint of round {checkpoint.round}", checkpoint.state.get("ledger")))
     except RunError as error:
         yield str(error)
     summary, statement = read_json(folder.summary), read_json(folder.path / "statement.json")
@@ -124,8 +130,13 @@ def _anchors(folder: RunFolder) -> Iterator[str]:
             yield str(error)
 
 
-def _owner(books: Books, resolved: dict[str, Any]) -> Iterator[str]:
+def _owner(folder: RunFolder, books: Books, resolved: dict[str, Any]) -> Iterator[str]:
     _, owner = read_budget(books.chain)
+    if books.search:
+        searched = read_json(folder.summary).get("privacy", {}).get("selection", {}).get("search")
+        if owner != searched:
+            yield f"the ledger was opened for search {owner or 'none'}, summary.json is of {searched}"
+        return
     try:
         here = config_hash(from_dict({key: value for key, value in resolved.items() if key != "own"}))
     except FedBlurError as error:

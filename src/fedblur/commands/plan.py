@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,13 +14,14 @@ from fedblur.accounting import adjacency
 from fedblur.config import canonical
 from fedblur.errors import ConfigError
 from fedblur.planning import ACCOUNTANTS, PAPER_CNN, Outlook, Setting, outlook
+from fedblur.recipe import Recipe, choose
 from fedblur.registry import build
 
 
 def plan(
-    clients: Annotated[int, typer.Option(help="N, the clients that training may sample from.")],
-    sample_rate: Annotated[float, typer.Option(help="p, the chance of a client to take part in a round.")],
-    rounds: Annotated[int, typer.Option(help="T, rounds of training.")],
+    clients: Annotated[int | None, typer.Option(help="N, the clients that training may sample from.")] = None,
+    sample_rate: Annotated[float | None, typer.Option(help="p, the chance of a client to be in a round.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="T, rounds of training.")] = None,
     epsilon: Annotated[float | None, typer.Option(help="Privacy target; the noise follows.")] = None,
     noise_multiplier: Annotated[float | None, typer.Option(help="σ; epsilon follows.")] = None,
     delta: Annotated[str, typer.Option(help='A number, "1/N" or "N^-1.1".')] = "1/N",
@@ -29,27 +30,70 @@ def plan(
         int | None, typer.Option(help=f"d, the model's size [default: {PAPER_CNN}, the paper's CNN].")
     ] = None,
     model: Annotated[str | None, typer.Option(help="A model by name instead, with --shape and --classes.")] = None,
-    shape: Annotated[str | None, typer.Option(help="Of one sample, for --model: 1,28,28.")] = None,
-    classes: Annotated[int | None, typer.Option(help="For --model.")] = None,
-    clip_norm: Annotated[float, typer.Option(help="S; it scales the noise, not the signal-to-noise ratio.")] = 0.1,
+    shape: Annotated[str | None, typer.Option(help="Of one sample, for --model or --recipe: 1,28,28.")] = None,
+    classes: Annotated[int | None, typer.Option(help="For --model or --recipe.")] = None,
+    clip_norm: Annotated[
+        float | None, typer.Option(help="S; it scales the noise, not the signal-to-noise ratio [default: 0.1].")
+    ] = None,
     mechanism: Annotated[str, typer.Option(help="gaussian, ddgauss or skellam.")] = "gaussian",
     bits: Annotated[int | None, typer.Option(help="Of a discrete mechanism: sums are modulo 2^bits.")] = None,
+    recipe: Annotated[str | None, typer.Option(help='"best": choose what is not given, and explain.')] = None,
+    dataset: Annotated[str | None, typer.Option(help="For --recipe, instead of --shape and --classes.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw epsilon over rounds and R over sample rates.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Find the noise for an epsilon, or the epsilon of a noise, and what to expect. No data are needed."""
-    size = model_size(model, shape, classes, parameters)
+    """Find the noise for an epsilon, or the epsilon of a noise, and what to expect. No data are needed.
+
+    With --recipe best it also chooses all settings, from what is public, and says why.
+    """
+    table = {
+        "clients": clients, "sample_rate": sample_rate, "rounds": rounds, "epsilon": epsilon,
+        "noise_multiplier": noise_multiplier, "delta": delta, "sampling": sampling, "clip_norm": clip_norm,
+    }  # fmt: skip
+    chosen = None
+    if recipe is not None:
+        chosen = choose_recipe(
+            {**table, "recipe": recipe, "dataset": dataset, "model": model}, shape, classes, parameters
+        )
+        table |= {"clients": chosen.clients, **{key: chosen.settings[key] for key in table if key in chosen.settings}}
+    size = model_size(model, shape, classes, parameters) if chosen is None else chosen.parameters
     noise = {"name": mechanism} | ({} if bits is None else {"bits": bits})
-    setting = Setting(clients, sample_rate, rounds, epsilon, noise_multiplier, delta, sampling, size, clip_norm, noise)
-    answer = outlook(setting)
+    answer = outlook(make_setting(table, size, noise))
     if plot is not None:
         from fedblur.report.plan_plot import plot_outlook  # matplotlib is slow to import
 
         plot_outlook(answer, plot)
     if json_:
-        typer.echo(canonical(answer.as_dict()))
-    else:
-        show(answer, Console())
+        explained = {} if chosen is None else {"recipe": {"settings": chosen.settings, "why": chosen.lines}}
+        typer.echo(canonical(answer.as_dict() | explained))
+        return
+    console = Console()
+    for line in [] if chosen is None else chosen.lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    show(answer, console)
+
+
+def choose_recipe(table: dict[str, Any], shape: str | None, classes: int | None, parameters: int | None) -> Recipe:
+    """The recipe for what was given on the command line."""
+    given = {key: value for key, value in table.items() if value is not None}
+    if parameters is not None:
+        raise ConfigError(f"--parameters={parameters}: --recipe chooses the model; give --model to choose it yourself")
+    if (shape is None) != (classes is None) or (shape is None) == (table["dataset"] is None):
+        raise ConfigError("--recipe needs --dataset, or --shape and --classes: --shape 1,28,28 --classes 62")
+    if shape is None or classes is None:
+        return choose(given)
+    if "clients" not in given:
+        raise ConfigError("--recipe with --shape needs --clients, the number of clients in training")
+    return choose(given, (sides(shape), classes))
+
+
+def make_setting(table: dict[str, Any], parameters: int, mechanism: dict[str, Any]) -> Setting:
+    """What is planned; what has no default must be there."""
+    missing = next((key for key in ("clients", "sample_rate", "rounds") if table[key] is None), None)
+    if missing is not None:
+        raise ConfigError(f"--{missing.replace('_', '-')} is missing; give it, or let --recipe best choose p and T")
+    given = {key: value for key, value in table.items() if value is not None}
+    return Setting(**given, parameters=parameters, mechanism=mechanism)
 
 
 def model_size(model: str | None, shape: str | None, classes: int | None, parameters: int | None) -> int:
@@ -62,12 +106,16 @@ def model_size(model: str | None, shape: str | None, classes: int | None, parame
         raise ConfigError(f"--parameters={parameters} and --model={model} both give the model's size; keep one")
     if shape is None or classes is None:
         raise ConfigError(f"--model={model} needs --shape and --classes, for instance --shape 1,28,28 --classes 62")
+    module = build("model", model).build(sides(shape), classes)
+    return sum(weight.numel() for weight in module.parameters() if weight.requires_grad)
+
+
+def sides(shape: str) -> tuple[int, ...]:
+    """`1,28,28` as numbers."""
     try:
-        sides = tuple(int(side) for side in shape.split(","))
+        return tuple(int(side) for side in shape.split(","))
     except ValueError:
         raise ConfigError(f"--shape={shape} must be whole numbers with commas, for instance 1,28,28") from None
-    module = build("model", model).build(sides, classes)
-    return sum(weight.numel() for weight in module.parameters() if weight.requires_grad)
 
 
 def show(answer: Outlook, console: Console) -> None:

@@ -41,6 +41,9 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress display.
 def run(
     config: Annotated[Path | None, typer.Argument(help="A TOML file; without one, digits with the defaults.")] = None,
     dataset: Annotated[str | None, typer.Option(help="digits, synthetic, femnist, emnist, cifar10, mnist.")] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help='"best": all settings that are not given, by rule (fedblur plan explains).')
+    ] = None,
     model: Annotated[str | None, typer.Option(help="logistic, mlp, cnn, gn_cnn, resnet18.")] = None,
     method: Annotated[
         str | None,
@@ -73,7 +76,7 @@ def run(
     flags = {
         "dataset": dataset, "model": model, "method": method, "epsilon": epsilon, "rounds": rounds,
         "delta": None if delta is None else parse_value(delta), "sample_rate": sample_rate, "clients": clients,
-        "seed": seed,
+        "seed": seed, "recipe": recipe,
     }  # fmt: skip
     table |= {key: value for key, value in flags.items() if value is not None}
     resolved = from_dict(apply_overrides(table, set_ or []))

@@ -121,11 +121,12 @@ def _check_request(clients: int | None, share: float) -> None:
 
 
 def _federation(name: str, raw: Raw, owners: Tensor, roles: _Roles, note: str) -> Federation:
-    validation = None
+    validation, sizes = None, None
     if len(roles.validation):
-        validation = _pack(raw, owners, roles.validation, roles.clients).samples()
+        held = _pack(raw, owners, roles.validation, roles.clients)
+        validation, sizes = held.samples(), held.sizes
     train = _pack(raw, owners, roles.train, roles.clients)
-    return Federation(name, train, validation, len(roles.validation), raw.test, note)
+    return Federation(name, train, validation, len(roles.validation), raw.test, note, sizes)
 
 
 def _pack(raw: Raw, owners: Tensor, ids: Tensor, clients: int) -> Packed:

@@ -125,6 +125,7 @@ class Federation:
     validation_clients: int
     test: Samples
     note: str = ""  # what a table must say about these data, for instance that users are synthetic
+    validation_sizes: Tensor | None = None  # [validation clients], int64: whose samples follow whose in `validation`
 
 
 def as_input(x: Tensor) -> Tensor:

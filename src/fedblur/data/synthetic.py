@@ -69,6 +69,7 @@ class Synthetic(Generated):
             validation=validation.samples() if held else None,
             validation_clients=held,
             test=test.samples(),
+            validation_sizes=validation.sizes() if held else None,
             note=f"generated clients; test samples from {self.held_out_clients} clients that never train",
         )
 
@@ -98,6 +99,10 @@ class SyntheticClients:
         """All samples of all clients: for the few that are held out."""
         x, y, _ = self._generate(range(self.clients))
         return Samples(x, y)
+
+    def sizes(self) -> Tensor:
+        """How many samples each client has."""
+        return self._generate(range(self.clients))[2]
 
     def _generate(self, ids: Iterable[int]) -> tuple[Tensor, Tensor, Tensor]:
         """x [samples, 60], y [samples], sizes [ids]; a client follows from the seed and its id alone."""

@@ -234,9 +234,10 @@ def _bounding(privacy: dict[str, Any]) -> str:
 
 def _tuning(statement: Statement) -> Section:
     rows = [("measured on", f"{statement.summary['evaluated_on']} data, final round")]
-    rows.append(
-        ("settings", statement.tuning or "how they were chosen is not recorded; if on these clients, it is not free")
-    )
+    privacy = statement.summary["privacy"]
+    recorded = privacy["tuning"] if "tuned" in privacy else ""  # by `fedblur tune`: which way, and what it cost
+    unknown = "how they were chosen is not recorded; if on these clients, it is not free"
+    rows.append(("settings", "; ".join(filter(None, (recorded, statement.tuning))) or unknown))
     if statement.also:
         delta, total = compose([statement.books, *statement.also])
         figures = ", ".join(f"{name.upper()} {_number(value)}" for name, value in total.items() if value is not None)

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.table import Table
 
-from fedblur.train import Run
+
+class Finished(Protocol):
+    """A run, or the winner of a search."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def summary(self) -> dict[str, Any]: ...
 
 
-def print_summary(run: Run, console: Console) -> None:
+def print_summary(run: Finished, console: Console) -> None:
     """Accuracy first, then what the privacy claim states, then where everything is."""
     summary, privacy = run.summary, run.summary["privacy"]
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -29,6 +38,8 @@ def print_summary(run: Run, console: Console) -> None:
         "data": f"{summary['data']}, {summary['clients']} clients, {summary['parameters']:,} parameters",
         "run": str(run.path),
     }
+    if "tuned" in privacy:  # by `fedblur tune`: which way, and what it cost
+        lines["tuning"] = privacy["tuning"]
     if summary["data_note"]:
         lines["note"] = summary["data_note"]
     if privacy["warning"]:

@@ -1,0 +1,123 @@
+"""`fedblur tune FILE`: choose between configurations, privately or on proxy data, and release the winner."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from fedblur.commands.run import DataDir, Device, EngineOption, Json, PrecisionOption, Quiet, make_machine
+from fedblur.config import Config, apply_overrides, canonical
+from fedblur.errors import ConfigError
+from fedblur.experiments import read_spec
+from fedblur.report.progress import RunProgress
+from fedblur.report.text import print_summary
+from fedblur.selection import TrialCount
+from fedblur.trials import NOTHING, Tuned, load_data, run_search, tune_on_proxy
+from fedblur.tuning import Search, make_search
+
+
+def tune(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="The grid: [base], [axes], [[rows]], as for a table.")],
+    out: Annotated[Path | None, typer.Option(help="Where the winner goes (default: runs/FILE-NAME-tuned).")] = None,
+    trials: Annotated[
+        float, typer.Option(help="How many trials to expect; their number is random, and secret.")
+    ] = 10.0,
+    eta: Annotated[float, typer.Option(help="Law of that number: 0 logarithmic, 1 geometric, inf Poisson.")] = 0.0,
+    epsilon: Annotated[float | None, typer.Option(help="Of the whole search; trials then get less each.")] = None,
+    score: Annotated[
+        str, typer.Option(help='"private": validation clients are protected too; or "public".')
+    ] = "private",
+    proxy: Annotated[
+        str | None, typer.Option(help="Choose on this data set instead, which is not private: free.")
+    ] = None,
+    proxy_set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="What else differs there.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would cost.")] = False,
+    data_dir: DataDir = None,
+    device: Device = "auto",
+    engine: EngineOption = "auto",
+    precision: PrecisionOption = "auto",
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Choose between configurations at a known cost in privacy, and release only the winner.
+
+    Trials are real runs. By default a random number of them, of configurations picked at random, is scored on
+    validation clients with noise, and the total epsilon covers the choice. With --proxy, choosing costs nothing.
+    """
+    configs = [cell.config for cell in read_spec(path).cells]
+    folder = out or Path("runs") / f"{path.stem}-tuned"
+    machine = make_machine(device, engine, data_dir, precision)
+    if proxy is not None:
+        overrides = apply_overrides({"dataset": proxy}, proxy_set or [])
+        with _Watch(quiet or json_) as watch:
+            tuned = tune_on_proxy(configs, overrides, folder, machine, watch.trial)
+        return _show(tuned, json_)
+    data = load_data(configs, machine)
+    search = make_search(configs, data, TrialCount(eta, trials), _scoring(score), epsilon)
+    if dry_run or not (quiet or json_):
+        _explain(search, data.validation_clients)
+    if dry_run:
+        return None
+    with _Watch(quiet or json_) as watch:
+        tuned = run_search(search, folder, machine, data, watch.trial)
+    return _show(tuned, json_)
+
+
+def _scoring(score: str) -> Literal["private", "public"]:
+    if score == "private":
+        return "private"
+    if score == "public":
+        return "public"
+    raise ConfigError(f'score={score!r} must be "private" or "public"')
+
+
+def _explain(search: Search, clients: int) -> None:
+    """What the search will cost, before it starts."""
+    lines = [
+        f"{len(search.candidates)} configurations, {search.count.mean:g} trials expected, eta = {search.count.shape:g}",
+        f"ε = {search.epsilon:.3g} at δ = {search.delta:.3g} for the whole search (RDP); "
+        f"one trial alone {search.trial_epsilon:.3g}",
+    ]
+    if search.score_noise:
+        noise = 50 * search.score_noise / clients
+        lines.append(f"scores: mean accuracy of {clients} validation clients, ± {noise:.2g} points of noise")
+    else:
+        lines.append(f"scores: mean accuracy of {clients} validation clients, who are NOT protected")
+    for line in lines:
+        Console(stderr=True).print(line, highlight=False, soft_wrap=True)
+
+
+def _show(tuned: Tuned, as_json: bool) -> None:
+    if as_json:
+        table: dict[str, Any] = json.loads(canonical({"run": str(tuned.path), **tuned.summary}))
+        typer.echo(json.dumps(table, indent=2))
+    elif tuned.summary["status"] == NOTHING:
+        typer.echo(f"{NOTHING}; the search still cost epsilon = {tuned.summary['privacy']['epsilon']:.3g}")
+    else:
+        print_summary(tuned, Console())
+
+
+class _Watch:
+    """A progress display for each trial. It is local only: how many there are must stay secret."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.quiet = quiet
+        self.current: RunProgress | None = None
+
+    def __enter__(self) -> _Watch:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        if self.current is not None:
+            self.current.__exit__(None, None, None)
+
+    def trial(self, config: Config, index: int) -> RunProgress:
+        """The watcher of the next trial."""
+        self.__exit__()
+        name = f"trial {index + 1} (local only)"
+        self.current = RunProgress(config.rounds, self.quiet, name, Console(stderr=True)).__enter__()
+        return self.current

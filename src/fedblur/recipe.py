@@ -1,0 +1,285 @@
+"""`recipe = "best"`: settings for the most accurate model that an epsilon buys, before anyone trains.
+
+In: what is public, the shape of a sample, the number of classes, N, epsilon and delta. Out: settings, each with its
+reason. No data are looked at. The rule is documented in docs/recipe.md; all of its numbers are in the table below. A
+setting that the user gives wins, and the rest of the rule follows it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fedblur.data.partition import Natural
+from fedblur.data.raw import Dataset, Form
+from fedblur.errors import ConfigError, PrivacyError, nearest
+from fedblur.planning import Setting, plan_of, signal_to_noise
+from fedblur.registry import build
+
+# --- the table: everything that the rule knows ---
+
+
+@dataclass(frozen=True)
+class Family:
+    """What suits one kind of data."""
+
+    what: str
+    models: tuple[dict[str, Any], ...]  # the largest first
+    method: tuple[dict[str, Any], ...]
+    server_rate: float  # η_g at S = CLIP_NORM, T = rounds and R of at least ENOUGH_SIGNAL
+    rounds: int  # T, where the work allows
+    local_rate: float = 0.1  # η_l
+    local_steps: int = 3  # Q
+
+
+_CHARACTERS = Family(
+    "grey images",
+    models=(
+        {"name": "gn_resnet"},
+        {"name": "gn_resnet", "stem": 16, "widths": [24, 48]},
+        {"name": "gn_resnet", "stem": 12, "widths": [16, 36]},
+        {"name": "gn_resnet", "stem": 8, "widths": [12, 24]},
+    ),
+    method=({"name": "augment", "shift": 0.07, "rotation": 10.0, "scale": 0.1, "shear": 0.1, "warp": 0.02},),
+    server_rate=1.0,
+    rounds=1000,
+)
+_PHOTOGRAPHS = Family(
+    "colour images",
+    models=(
+        {"name": "gn_resnet", "stem": 32, "widths": [48, 72], "kernel": 3},
+        {"name": "gn_resnet", "stem": 24, "widths": [32, 64], "kernel": 3},
+        {"name": "gn_resnet", "stem": 16, "widths": [24, 48], "kernel": 3},
+        {"name": "gn_resnet", "stem": 12, "widths": [16, 36], "kernel": 3},
+    ),
+    method=({"name": "augment", "shift": 0.1, "flip": True},),
+    server_rate=1.5,
+    rounds=1000,
+)
+_FEATURES = Family(
+    "plain features",
+    models=({"name": "mlp", "hidden": [64]}, {"name": "mlp", "hidden": [32]}, {"name": "logistic"}),
+    method=(),
+    server_rate=0.5,
+    rounds=300,
+)
+SMALLEST_IMAGE = 16  # a side; what is smaller is treated as plain features
+ENOUGH_SIGNAL = 8.0  # R: the largest model that has it is taken; below it the server steps shorter
+CLIP_NORM = 0.1  # S; only S·η_g matters where all updates are clipped
+SAMPLE_RATES = (0.1, 0.2, 0.5, 1.0)  # p, the smallest that wins ENOUGH_OF_LIMIT of what p = 1 would give
+ENOUGH_OF_LIMIT = 0.9
+LARGEST_COHORT = 1000.0  # p·N, for the sake of time
+FEWEST_ROUNDS = 300  # T, however much work they are
+MOST_WORK = 2_000_000.0  # p·N·T·Q, local steps of all clients: minutes on one GPU
+BATCH_SIZE = 32
+DEFAULT_EPSILON = 2.0  # as in the configuration
+SERVER = {"name": "momentum", "momentum": 0.9, "schedule": "cosine"}
+
+# --- the rule ---
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One setting and why."""
+
+    key: str
+    value: Any
+    reason: str
+    given: bool = False  # by the user
+
+    def __str__(self) -> str:
+        return f"{self.key} = {_written(self.value)}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All settings of a recipe, in the order in which they were chosen."""
+
+    choices: tuple[Choice, ...]
+    clients: int  # N
+    parameters: int  # d
+    signal_to_noise: float  # R
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {choice.key: choice.value for choice in self.choices}
+
+    @property
+    def lines(self) -> list[str]:
+        """Every choice in words, one line each."""
+        return [str(choice) for choice in self.choices]
+
+
+def with_recipe(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration's table with its `recipe` spelled out; a table without one comes back as it is."""
+    rest = {key: value for key, value in table.items() if key != "recipe"}
+    return rest if table.get("recipe") is None else rest | choose(table).settings
+
+
+def choose(table: Mapping[str, Any], form: Form | None = None) -> Recipe:
+    """What the table's recipe chooses; `form`: shape and classes, where they are not the data set's."""
+    name = table.get("recipe")
+    if name != "best":
+        raise ConfigError(f"recipe {name!r} is unknown: {nearest(str(name), ['best'])}")
+    return _Rule(table, form).recipe()
+
+
+class _Rule:
+    """The rule at work on one table. Steps are in order: each may use what was chosen before it."""
+
+    def __init__(self, table: Mapping[str, Any], form: Form | None) -> None:
+        self.given = table
+        self.shape, self.classes = form or _form(table)
+        self.clients = _clients(table)
+        self.family = family(self.shape)
+        self.choices: dict[str, Choice] = {}
+
+    def recipe(self) -> Recipe:
+        self._local()
+        self._sampling()
+        self._choose("clip_norm", CLIP_NORM, "S; only S times the server's step matters where all updates are clipped")
+        size, ratio = self._model()
+        self._method()
+        self._server(ratio)
+        self._choose("averaging", None, "under the cosine schedule the last iterate is an average already")
+        self._choose("accountant", "pld", "needs the least noise (RDP: 6 to 13 % more)")
+        return Recipe(tuple(self.choices.values()), self.clients, size, ratio)
+
+    def _choose(self, key: str, value: Any, reason: str) -> Any:
+        """The user's value where there is one. A table without a name changes only some settings of a part."""
+        if key not in self.given:
+            self.choices[key] = Choice(key, value, reason)
+        else:
+            mine = self.given[key]
+            part = isinstance(mine, Mapping) and "name" not in mine and isinstance(value, Mapping)
+            kept = f" (the recipe alone: {_written(value)})" if mine != value else ", as the recipe has it"
+            self.choices[key] = Choice(key, {**value, **mine} if part else mine, f"given by you{kept}", given=True)
+        return self.choices[key].value
+
+    def _local(self) -> None:
+        local = {
+            "steps": self.family.local_steps, "batch_size": BATCH_SIZE, "learning_rate": self.family.local_rate,
+        }  # fmt: skip
+        words = "few local steps keep clients' updates alike; a batch is all that a client has, up to its size"
+        self.steps = int(self._choose("local", local, words).get("steps", self.family.local_steps))
+
+    def _sampling(self) -> None:
+        """p and T: as much of the largest possible R as the work allows."""
+        rate, reason = self._sample_rate()
+        rate = float(self._choose("sample_rate", rate, reason))
+        cohort = rate * self.clients
+        most = self.family.rounds
+        rounds = min(most, max(FEWEST_ROUNDS, int(MOST_WORK / (cohort * self.steps))))
+        why = "more rounds never lower R" if rounds == most else f"{MOST_WORK:,.0f} local steps in all are enough"
+        self.rounds = int(self._choose("rounds", rounds, f"T; {why}, and a round has {cohort:,.0f} clients"))
+
+    def _sample_rate(self) -> tuple[float, str]:
+        rates = [p for p in SAMPLE_RATES if p * self.clients <= LARGEST_COHORT]
+        if not rates:
+            return LARGEST_COHORT / self.clients, f"p; cohorts of {LARGEST_COHORT:,.0f}, the largest of this recipe"
+        rounds = int(self.given.get("rounds", self.family.rounds))
+        limit = self._ratio(1.0, rounds)
+        rate = next((p for p in rates if self._ratio(p, rounds) >= ENOUGH_OF_LIMIT * limit), rates[-1])
+        share = 1.0 if math.isinf(limit) else self._ratio(rate, rounds) / limit
+        return rate, f"p; R is {100 * share:.0f} % of what all clients in every round would give"
+
+    def _ratio(self, rate: float, rounds: int) -> float:
+        """R for one parameter: R of d parameters is this over √d, as Gaussian noise does not depend on d."""
+        table = self.given
+        epsilon, sigma = table.get("epsilon"), table.get("noise_multiplier")
+        if epsilon is None and sigma is None:
+            epsilon = DEFAULT_EPSILON
+        sampling = build("sampling", table.get("sampling", "poisson")).part_name
+        setting = Setting(self.clients, rate, rounds, epsilon, sigma, table.get("delta", "1/N"), sampling, 1)
+        try:
+            return signal_to_noise(plan_of(setting, table.get("accountant", "pld")), 1)
+        except PrivacyError:  # an epsilon that is met without noise; a run says so, or why not
+            return math.inf
+
+    def _model(self) -> tuple[int, float]:
+        """The largest model that leaves enough signal: its size and R."""
+        unit = self._ratio(float(self.choices["sample_rate"].value), self.rounds)  # R of one parameter
+        sizes = [self._size(model) for model in self.family.models]
+        fits = [index for index, size in enumerate(sizes) if unit / math.sqrt(size) >= ENOUGH_SIGNAL]
+        index = fits[0] if fits else len(sizes) - 1
+        ratio = unit / math.sqrt(sizes[index])
+        bar = f"R = {ratio:.1f}, {'at least' if fits else 'below'} {ENOUGH_SIGNAL:g}"
+        reason = f"for {self.family.what}, {sizes[index]:,} parameters; {bar}"
+        if index:
+            larger = unit / math.sqrt(sizes[index - 1])
+            reason += f" (the next larger: {sizes[index - 1]:,}, R = {larger:.1f})"
+        size = self._size(self._choose("model", self.family.models[index], reason))
+        return size, unit / math.sqrt(size)
+
+    def _size(self, model: Any) -> int:
+        return _parameters(build("model", model), self.shape, self.classes)
+
+    def _method(self) -> None:
+        words = (
+            "views of a client's own samples cost no privacy"
+            if self.family.method
+            else "views are for images; DP-FedAvg otherwise"
+        )
+        self._choose("method", [dict(part) for part in self.family.method], words)
+
+    def _server(self, ratio: float) -> None:
+        """η_g: the step S·η_g is the table's; shorter for more rounds, and where noise would lead it."""
+        clip = float(self.choices["clip_norm"].value)
+        held = min(1.0, ratio / ENOUGH_SIGNAL)
+        scale = 1.0 if math.isinf(clip) else CLIP_NORM / clip
+        rate = float(f"{self.family.server_rate * math.sqrt(self.family.rounds / self.rounds) * scale * held:.3g}")
+        words = "momentum averages the noise of rounds, and the schedule ends at rest"
+        less = f"; {100 * held:.0f} % of the full step, since R is {ratio:.1f}" if held < 1 else ""
+        self._choose("server", {**SERVER, "learning_rate": rate}, words + less)
+
+
+@functools.cache  # a table asks again and again
+def _parameters(model: Any, shape: tuple[int, ...], classes: int) -> int:
+    """d, by building the model once."""
+    weights = model.build(shape, classes).parameters()
+    return sum(weight.numel() for weight in weights if weight.requires_grad)
+
+
+def family(shape: tuple[int, ...]) -> Family:
+    """What kind of data a sample of this shape is."""
+    if len(shape) != 3 or min(shape[1:]) < SMALLEST_IMAGE:
+        return _FEATURES
+    return _CHARACTERS if shape[0] == 1 else _PHOTOGRAPHS
+
+
+def _form(table: Mapping[str, Any]) -> Form:
+    data = build("dataset", table.get("dataset", "digits"))
+    form: Form | None = data.form()
+    if form is None:
+        raise ConfigError(
+            f"recipe='best' must know the shape of {data.part_name} before it is loaded; add form() to it"
+        )
+    return form
+
+
+def _clients(table: Mapping[str, Any]) -> int:
+    """N, which is public: as given, or as the data set cuts its clients."""
+    if table.get("clients") is not None:
+        return int(table["clients"])
+    data = build("dataset", table.get("dataset", "digits"))
+    partition = build("partition", table.get("partition") or data.default_partition)
+    natural = isinstance(data, Dataset) and isinstance(partition, Natural)
+    if natural or data.default_clients is None:
+        raise ConfigError(
+            f"recipe='best' must know N before {data.part_name} is loaded; set clients (fedblur data show tells it)"
+        )
+    return int(data.default_clients)
+
+
+def _written(value: Any) -> str:
+    """A value as a configuration file has it."""
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{key} = {_written(entry)}" for key, entry in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_written, value)) + "]"
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "none"}[value]
+    return f'"{value}"' if isinstance(value, str) else f"{value:g}"

@@ -1,0 +1,116 @@
+"""Stage 8, account: what it costs to release the best of K trials, when K is random and secret.
+
+Papernot and Steinke, "Hyperparameter Tuning with Rényi Differential Privacy" (ICLR 2022). Contract of a trial: it is
+one private mechanism Q whose output, *its score included*, is all that is compared and released; trials are
+independent; K is drawn before the first of them, from a law that does not depend on data, and is not released. A best
+trial chosen among a fixed number of trials, or a score that is itself not private, is not covered.
+
+    truncated negative binomial, η > -1, 0 < γ < 1:    P[K=k] ∝ (1-γ)^k ∏_{l<k} (l+η)/(l+1), k ≥ 1     # Definition 1
+    (η = 0: the limit, logarithmic (1-γ)^k/k;  η = 1: geometric)
+    Poisson(μ), written η = inf:                       K = 0 releases that there is nothing
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import brentq
+
+from fedblur.errors import ConfigError
+
+Curve = NDArray[np.float64]
+_SMALLEST_LOG_GAMMA = -60.0
+
+
+@dataclass(frozen=True)
+class TrialCount:
+    """The law of K, by its shape η and its mean; γ follows."""
+
+    shape: float = 0.0  # η; inf: Poisson
+    mean: float = 10.0  # E[K]
+
+    def __post_init__(self) -> None:
+        if not self.shape > -1:
+            raise ConfigError(f"eta={self.shape} must be above -1 (0 logarithmic, 1 geometric, inf Poisson)")
+        if not 1 < self.mean < math.inf:
+            raise ConfigError(f"trials={self.mean} must be above 1: it is the expected number of trials")
+
+    @property
+    def poisson(self) -> bool:
+        return math.isinf(self.shape)
+
+    @functools.cached_property
+    def gamma(self) -> float:
+        """γ, for which E[K] is the mean."""
+
+        def excess(log_gamma: float) -> float:
+            return log_mean(self.shape, math.exp(log_gamma)) - math.log(self.mean)
+
+        if excess(_SMALLEST_LOG_GAMMA) < 0:
+            raise ConfigError(f"trials={self.mean} cannot be reached with eta={self.shape}; raise eta or lower trials")
+        return math.exp(brentq(excess, _SMALLEST_LOG_GAMMA, -1e-9, xtol=1e-13))
+
+    def chances(self, most: int) -> Curve:
+        """P[K = 0], ..., P[K = most]."""
+        k = np.arange(1, most + 1)
+        if self.poisson:
+            logs = np.concatenate([[0.0], np.cumsum(np.log(self.mean / k))]) - self.mean
+            return np.exp(logs)
+        eta, log_rest = self.shape, math.log1p(-self.gamma)
+        # k·P[k] ∝ (1-γ)^k ∏_{0<l<k} (l+η)/l: the factor η of l = 0 is in the constant, which stays finite at η = 0
+        weights = np.concatenate([[0.0], np.cumsum(np.log((k[:-1] + eta) / k[:-1]))]) + k * log_rest - np.log(k)
+        return np.concatenate([[0.0], np.exp(weights - _log_constant(eta, self.gamma))])
+
+    def draw(self, uniform: float) -> int:
+        """K for a uniform number in [0, 1): the smallest k with P[K ≤ k] > uniform."""
+        most = max(64, 4 * math.ceil(self.mean))
+        while (total := np.cumsum(self.chances(most)))[-1] <= uniform and most < 2**24:
+            most *= 4
+        return int(np.searchsorted(total, uniform, side="right"))
+
+
+def log_mean(eta: float, gamma: float) -> float:
+    """log of E[K] = η(1-γ)/(γ(1-γ^η)), and of (1/γ-1)/log(1/γ) at η = 0."""
+    return -eta * math.log(gamma) + math.log(1 / gamma - 1) - _log_constant(eta, gamma)
+
+
+def _log_constant(eta: float, gamma: float) -> float:
+    """log of (γ^-η - 1)/η, and of log(1/γ) at η = 0: what the weights of `chances` add up to."""
+    x = -eta * math.log(gamma)
+    if x > 0:
+        return x + math.log(-math.expm1(-x) / eta)
+    return math.log(math.expm1(x) / eta if x else -math.log(gamma))
+
+
+def best_of(trial: Curve, orders: Sequence[float], count: TrialCount, delta: Callable[[float], float]) -> Curve:
+    """The Rényi divergence of the best of K trials, from that of one trial at the same orders.
+
+    `delta(ε)` must be such that a trial is (ε, δ)-differentially private; only Poisson asks for it.
+
+    Formal guarantee: an upper bound in both directions at every order, if `trial` is one.
+
+        trial = inf at an order              inf there, unless a higher order is finite
+        E[K] -> 1 (truncated)                the trial's own curve, in the limit
+    """
+    order = np.array(orders)
+    bound = _best_of_poisson if count.poisson else _best_of_truncated
+    # A divergence never falls with the order, so what holds at a higher order holds here too.
+    curve = bound(trial, order, count, delta)[::-1]
+    return np.minimum.accumulate(curve)[::-1]
+
+
+def _best_of_truncated(trial: Curve, order: Curve, count: TrialCount, delta: Callable[[float], float]) -> Curve:
+    """Theorem 2: ε' = ε + (1+η)(1-1/λ̂)ε̂ + (1+η)log(1/γ)/λ̂ + log E[K]/(λ-1), for the best λ̂."""
+    other = (1 - 1 / order) * trial - math.log(count.gamma) / order
+    return np.asarray(trial + (1 + count.shape) * other.min() + math.log(count.mean) / (order - 1))
+
+
+def _best_of_poisson(trial: Curve, order: Curve, count: TrialCount, delta: Callable[[float], float]) -> Curve:
+    """Theorem 6: ε' = ε + μδ̂ + log μ/(λ-1), where a trial is (log(1+1/(λ-1)), δ̂)-private."""
+    chance = np.array([delta(math.log1p(1 / (a - 1))) for a in order])
+    return np.asarray(trial + count.mean * chance + math.log(count.mean) / (order - 1))

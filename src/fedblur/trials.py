@@ -1,0 +1,195 @@
+"""Runs a search (`tuning.py`). In: candidates. Out: a run folder with the winner, and nothing else.
+
+The search is in the ledger before its first trial begins. How many trials there are, their configurations, scores and
+models are local only: they lie in a folder of their own, OUT-local-only, which is removed when the winner has been
+released. A search that was stopped goes on with the trials that were drawn; a trial that was cut short begins anew.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedblur.checkpoint import write_atomically
+from fedblur.config import Config, canonical, config_hash, from_dict, to_dict
+from fedblur.data.population import Federation
+from fedblur.engines.distributed import demand_one_process
+from fedblur.errors import ConfigError, RunError
+from fedblur.evaluation import accuracy_by_client
+from fedblur.functional import Layout, as_function, initial_vector
+from fedblur.ledger import Budget, Ledger
+from fedblur.rng import Rng, make_rng
+from fedblur.runfolder import RunFolder
+from fedblur.setup import Machine, load
+from fedblur.train import Run, Watcher, train
+from fedblur.tuning import HALF, Search, candidates, statement
+
+TrialWatcher = Callable[[Config, int], Watcher | None]
+NOTHING = "nothing released: no trial was drawn"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What a search released."""
+
+    path: Path
+    summary: dict[str, Any]
+
+
+def _nobody(config: Config, index: int) -> Watcher | None:
+    return None
+
+
+def run_search(search: Search, out: Path, machine: Machine, data: Federation, watch: TrialWatcher = _nobody) -> Tuned:
+    """Draw the trials, run them, release the best."""
+    demand_one_process("a search")
+    folder, local = RunFolder(out), out.with_name(out.name + "-local-only")
+    if folder.summary.exists():
+        raise RunError(
+            f"{out} holds the winner of a search; choose another --out (on these clients it adds to the cost)"
+        )
+    rng = make_rng(search.candidates[0].seed)
+    picks = _draw(search, local, rng)
+    ledger = _pay(search, out)
+    trials = _Trials(search, local, machine, data, rng, watch)
+    scores = [trials.run(index, pick) for index, pick in enumerate(picks)]
+    if scores:
+        best = max(range(len(scores)), key=scores.__getitem__)  # the first of equals: trials are exchangeable
+        stated = statement(search, data) | {"ledger": ledger.anchor()}
+        stated["selection"]["score"] = scores[best]
+        summary = _release(search, RunFolder(local / f"trial-{best}"), folder, stated)
+    else:
+        summary = {"status": NOTHING, "privacy": {"epsilon": search.epsilon, "delta": search.delta}}
+        folder.write_summary(summary)
+    shutil.rmtree(local)
+    return Tuned(out, summary)
+
+
+def _draw(search: Search, local: Path, rng: Rng) -> list[int]:
+    """Which configuration each trial has; drawn once, so that a search that is stopped cannot draw again."""
+    path = local / "drawn.json"
+    if path.exists():
+        drawn = json.loads(path.read_text())
+        if drawn["search"] != search.key:
+            raise RunError(f"{local} holds another search that was not finished; finish it, or choose another --out")
+        return list(drawn["picks"])
+    count = search.count.draw(float(rng.child("count").uniform(1)[0]))
+    uniforms = rng.child("picks").uniform(count)
+    picks = [int(u * len(search.candidates)) for u in uniforms]
+    local.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps({"local_only": True, "search": search.key, "picks": picks}).encode())
+    return picks
+
+
+def _pay(search: Search, out: Path) -> Ledger:
+    """The ledger's row for all trials together, on disk before the first."""
+    out.mkdir(parents=True, exist_ok=True)
+    ledger = Ledger(RunFolder(out).ledger, Budget(search.epsilon, search.delta, "rdp", rounds=1), search.key)
+    if not ledger.spends():
+        ledger.demand_room(1, search.event, replay=False)
+        ledger.spend(1, search.event, replay=False)
+    return ledger
+
+
+@dataclass(frozen=True)
+class _Trials:
+    """The trials of a search: independent real runs, each with its score."""
+
+    search: Search
+    local: Path
+    machine: Machine
+    data: Federation
+    rng: Rng
+    watch: TrialWatcher
+
+    def run(self, index: int, pick: int) -> float:
+        """One trial; what it found stays in its folder."""
+        folder, rng = self.local / f"trial-{index}", self.rng.child("trial", index)
+        path = folder / "score.json"
+        if path.exists():
+            return float(json.loads(path.read_text())["score"])
+        shutil.rmtree(folder, ignore_errors=True)
+        config = self.search.candidates[pick]
+        if config.seed is not None:
+            config = replace(config, seed=rng.child("training").seed())
+        run = train(config, out=folder, machine=self.machine, watch=self.watch(config, index))
+        score = self.score(run, config, rng.child("score"))
+        write_atomically(path, json.dumps({"local_only": True, "score": score}).encode())
+        return score
+
+    def score(self, run: Run, config: Config, rng: Rng) -> float:
+        """Mean accuracy over validation clients, each counting the same; with noise, a Gaussian release about them.
+
+        Σ (a_c - ½) moves by at most ½ when a client is added or removed; it is divided by a constant.
+        """
+        samples, sizes, noise = self.data.validation, self.data.validation_sizes, self.search.score_noise
+        assert samples is not None
+        assert sizes is not None
+        theta = Layout.of(run.module).unflatten(initial_vector(run.module))
+        each = accuracy_by_client(as_function(run.module), theta, samples, sizes, config.method, config.test_views)
+        blur = HALF * noise * float(rng.normal(1, torch.device("cpu"))[0]) if noise else 0.0
+        return (float((each - HALF).sum()) + blur) / self.data.validation_clients + HALF
+
+
+def _release(search: Search, winner: RunFolder, out: RunFolder, stated: dict[str, Any]) -> dict[str, Any]:
+    """The winner's configuration, model, summary and rounds, without what is local only."""
+    summary: dict[str, Any] = json.loads(winner.summary.read_text())
+    summary["privacy"] |= {"epsilon": search.epsilon, "accountant": "rdp", "releases": 1, **stated}
+    summary["local_only"] = {"clipped_share": None}
+    barred = ("local_only", "epsilon")  # a trial's own epsilon is not what was spent
+    rows = [{key: value for key, value in row.items() if key not in barred} for row in winner.read_rounds()]
+    rows = [{**row, "stage": "the winner's training"} for row in rows]  # not releases of their own: the search is one
+    write_atomically(out.config, winner.config.read_bytes())
+    write_atomically(out.model, winner.model.read_bytes())
+    write_atomically(out.rounds, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    out.write_summary(summary)
+    return summary
+
+
+def tune_on_proxy(
+    configs: Sequence[Config], proxy: dict[str, Any], out: Path, machine: Machine, watch: TrialWatcher = _nobody
+) -> Tuned:
+    """Run every candidate on data that are not private, then the best of them on the private data, once.
+
+    `proxy` is what differs there: a data set at least. Its results are public, and kept in OUT-proxy.
+    """
+    demand_one_process("a search")
+    chosen = candidates(configs)
+    trials = [_on_proxy(config, proxy) for config in chosen]
+    scores = []
+    for index, trial in enumerate(trials):
+        folder = RunFolder(out.with_name(out.name + "-proxy") / config_hash(trial))
+        if not folder.summary.exists():
+            shutil.rmtree(folder.path, ignore_errors=True)
+            train(trial, out=folder.path, machine=machine, watch=watch(trial, index))
+        scores.append(float(json.loads(folder.summary.read_text())["accuracy"]))
+    best = max(range(len(scores)), key=scores.__getitem__)
+    run = train(chosen[best], out=out, machine=machine, watch=watch(chosen[best], len(scores)))
+    name = trials[0].dataset.part_name
+    results = [{"accuracy": score, "config": to_dict(trial)} for score, trial in zip(scores, trials, strict=True)]
+    write_atomically(out / "proxy.json", (canonical(results) + "\n").encode())
+    words = f"chosen among {len(chosen)} configurations on {name}, which is declared to be public; this cost no privacy"
+    summary = run.summary | {"privacy": run.summary["privacy"] | {"tuned": "proxy data", "tuning": words}}
+    RunFolder(out).write_summary(summary)
+    return Tuned(out, summary)
+
+
+def _on_proxy(config: Config, proxy: dict[str, Any]) -> Config:
+    table = to_dict(config) | {"partition": None, "evaluate": "validation"} | proxy
+    trial = from_dict(table)
+    if trial.dataset == config.dataset:
+        raise ConfigError(
+            f"proxy={config.dataset.part_name!r} is the private data set itself; trials on it are not free"
+        )
+    return trial
+
+
+def load_data(configs: Sequence[Config], machine: Machine) -> Federation:
+    """The clients that all candidates are about."""
+    return load(candidates(configs)[0], machine)

@@ -1,0 +1,183 @@
+"""Guarantees of recipe = "best": it looks at no data, follows its documented rule, and the user's settings win."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fedblur import recipe
+from fedblur.cli import app
+from fedblur.config import Config, apply_overrides, config_hash, from_dict, to_dict
+from fedblur.data import federation
+from fedblur.errors import ConfigError
+from fedblur.recipe import ENOUGH_OF_LIMIT, ENOUGH_SIGNAL, LARGEST_COHORT, choose
+from fedblur.registry import build
+from fedblur.setup import plan_for
+from fedblur.summary import signal_to_noise
+
+EVERY = [
+    ("emnist", None), ("femnist", 3200), ("mnist", 480), ("cifar10", 5000), ("digits", None), ("synthetic", None),
+]  # fmt: skip
+
+
+def table(**settings: Any) -> dict[str, Any]:
+    return {"recipe": "best", **settings}
+
+
+@pytest.mark.parametrize(("dataset", "clients"), EVERY)
+@pytest.mark.parametrize("epsilon", [2.0, 8.0])
+def test_recipe__gives_a_valid_configuration_for_every_data_set_without_its_data(
+    dataset: str, clients: int | None, epsilon: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("a recipe looks at no data")
+
+    monkeypatch.setattr(federation, "load_federation", never)
+    for part in federation.build("dataset", dataset).__class__.__mro__[:1]:
+        if hasattr(part, "load"):
+            monkeypatch.setattr(part, "load", never)
+    settings = table(dataset=dataset, epsilon=epsilon) | ({} if clients is None else {"clients": clients})
+    config, chosen = from_dict(settings), choose(settings)
+    assert config.server.part_name == "momentum"
+    assert config.server.schedule == "cosine"
+    assert config.sample_rate * chosen.clients <= LARGEST_COHORT
+    plan = plan_for(config, chosen.clients, chosen.parameters)
+    assert signal_to_noise(plan, chosen.parameters) == pytest.approx(chosen.signal_to_noise, rel=1e-3)  # R of the run
+
+
+def test_recipe__is_what_its_settings_are_spelled_out() -> None:
+    short = from_dict(table(dataset="emnist", epsilon=2.0, seed=0))
+    long = from_dict(to_dict(short))
+    assert config_hash(short) == config_hash(long)
+
+
+def test_recipe__takes_the_largest_model_with_enough_signal() -> None:
+    small, large = (choose(table(dataset="emnist", epsilon=epsilon)) for epsilon in (2.0, 8.0))
+    assert (small.parameters, large.parameters) == (53_966, 91_206)
+    assert small.signal_to_noise >= ENOUGH_SIGNAL
+    sizes = [choose(table(dataset="emnist", epsilon=e)).parameters for e in (0.25, 0.5, 1.0, 2.0, 4.0, math.inf)]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == 91_206
+
+
+def test_recipe__shortens_the_server_step_where_noise_would_lead_it() -> None:
+    weak = choose(table(dataset="mnist", clients=480, epsilon=2.0))
+    assert weak.signal_to_noise < ENOUGH_SIGNAL
+    share = weak.settings["server"]["learning_rate"] / recipe._CHARACTERS.server_rate
+    assert share == pytest.approx(weak.signal_to_noise / ENOUGH_SIGNAL, rel=5e-3)
+    halved = choose(table(dataset="emnist", epsilon=8.0, clip_norm=0.2))
+    assert halved.settings["server"]["learning_rate"] == pytest.approx(0.5)  # S·η_g stays
+    fewer = choose(table(dataset="emnist", epsilon=8.0, rounds=250))
+    assert fewer.settings["server"]["learning_rate"] == pytest.approx(2.0)
+
+
+def test_recipe__raises_the_sample_rate_while_that_raises_the_signal() -> None:
+    few = choose(table(dataset="emnist", clients=300, epsilon=8.0, rounds=50)).settings["sample_rate"]
+    many = choose(table(dataset="emnist", clients=300, epsilon=8.0, rounds=3000)).settings["sample_rate"]
+    assert few > many
+    huge = choose(table(dataset="synthetic", clients=20_000, epsilon=2.0))
+    assert huge.settings["sample_rate"] * 20_000 == pytest.approx(LARGEST_COHORT)
+
+
+def test_recipe__lets_the_users_settings_win_and_says_so() -> None:
+    given = table(dataset="emnist", epsilon=2.0, clip_norm=0.3, model="gn_cnn", local={"steps": 7}, averaging="ema")
+    config, lines = from_dict(given), choose(given).lines
+    assert (config.clip_norm, config.model.part_name, config.averaging.part_name) == (0.3, "gn_cnn", "ema")
+    assert (config.local.steps, config.local.batch_size) == (7, 32)
+    for key in ("clip_norm", "model", "local", "averaging"):
+        assert any(line.startswith(f"{key} = ") and "given by you (the recipe alone:" in line for line in lines)
+    assert any(line.startswith("rounds = 840: T; 2,000,000 local steps") for line in lines)
+
+
+def test_recipe__is_changed_in_part_by_dotted_settings() -> None:
+    changed = apply_overrides(
+        table(dataset="emnist", epsilon=2.0), ["server.learning_rate=0.7", "model.stem=12", "local.steps=2"]
+    )
+    config = from_dict(changed)
+    assert (config.server.part_name, config.server.learning_rate, config.server.momentum) == ("momentum", 0.7, 0.9)
+    assert (config.model.stem, config.model.widths) == (12, (24, 48))
+    assert (config.local.steps, config.local.learning_rate) == (2, 0.1)
+
+
+def test_recipe__explains_every_choice_in_one_line() -> None:
+    chosen = choose(table(dataset="cifar10", clients=5000, epsilon=8.0))
+    keys = {"local", "sample_rate", "rounds", "clip_norm", "model", "method", "server", "averaging", "accountant"}
+    assert set(chosen.settings) == keys
+    assert len(chosen.lines) == len(keys)
+    assert all("\n" not in line and ": " in line for line in chosen.lines)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (table(dataset="femnist"), "must know N before femnist"),
+        (table(dataset="mnist"), "must know N before mnist"),
+        (table(dataset="digits") | {"recipe": "bets"}, "did you mean 'best'"),
+    ],
+)
+def test_recipe__names_what_it_lacks(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        from_dict(settings)
+    assert from_dict({"dataset": "mnist", "recipe": None}) == Config(dataset="mnist")
+
+
+def test_plan__explains_a_recipe_before_the_noise() -> None:
+    result = CliRunner().invoke(app, ["plan", "--recipe", "best", "--dataset", "emnist", "--epsilon", "2"])
+    assert result.exit_code == 0
+    assert 'model = { name = "gn_resnet", stem = 16, widths = [24, 48] }: for grey images' in result.output
+    assert "53,966 parameters" in result.output
+    own = ["--shape", "3,32,32", "--classes", "10", "--clients", "5000", "--epsilon", "8", "--rounds", "300"]
+    result = CliRunner().invoke(app, ["plan", "--recipe", "best", *own])
+    assert "rounds = 300: given by you (the recipe alone: 666)" in result.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--epsilon", "2"], "--clients is missing"),
+        (["--clients", "9", "--epsilon", "2"], "--sample-rate is missing"),
+        (["--recipe", "best", "--epsilon", "2"], "--recipe needs --dataset, or --shape"),
+        (["--recipe", "best", "--shape", "1,28,28", "--classes", "62", "--epsilon", "2"], "needs --clients"),
+        (
+            ["--recipe", "best", "--dataset", "emnist", "--parameters", "9", "--epsilon", "2"],
+            "--recipe chooses the model",
+        ),
+        (["--recipe", "worst", "--dataset", "emnist", "--epsilon", "2"], "recipe 'worst' is unknown"),
+    ],
+)
+def test_plan__names_what_a_recipe_lacks_in_one_line(flags: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, ["plan", *flags])
+    assert result.exit_code == 2
+    assert words in result.output
+    assert result.output.count("\n") == 1
+
+
+def test_run__follows_a_recipe_on_the_command_line(tmp_path: Path) -> None:
+    flags = ["--recipe", "best", "--dataset", "digits", "--epsilon", "2", "--rounds", "2", "--seed", "0"]
+    result = CliRunner().invoke(app, ["run", *flags, "--out", str(tmp_path / "run"), "-q", "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    written = (tmp_path / "run" / "config.json").read_text()
+    assert '"schedule": "cosine"' in written
+    assert '"recipe"' not in written
+
+
+def test_page__states_the_numbers_of_the_table() -> None:
+    """docs/recipe.md is the rule in words; its numbers are the table's."""
+    page = " ".join((Path(__file__).resolve().parents[1] / "docs" / "recipe.md").read_text().split())
+    families = (recipe._CHARACTERS, recipe._PHOTOGRAPHS, recipe._FEATURES)
+    grey, colour, features = families
+    assert (
+        f"η_g is {grey.server_rate} (grey), {colour.server_rate} (colour) or {features.server_rate} (features)" in page
+    )
+    assert f"{grey.rounds} rounds for images, {features.rounds} for features" in page
+    assert f"{grey.local_steps} steps of {grey.local_rate} on batches of {recipe.BATCH_SIZE}" in page
+    assert ", ".join(f"{rate:g}" for rate in recipe.SAMPLE_RATES) in page
+    assert f"{100 * ENOUGH_OF_LIMIT:.0f} % of the R of p = 1, with cohorts of at most {LARGEST_COHORT:.0f}" in page
+    assert f"down to {recipe.FEWEST_ROUNDS}, where p·N·T·Q would pass {recipe.MOST_WORK:,.0f}" in page
+    assert f"**S = {recipe.CLIP_NORM}.**" in page
+    assert f"R ≥ {ENOUGH_SIGNAL:g}" in page
+    for kind, shape, classes in ((grey, (1, 28, 28), 62), (colour, (3, 32, 32), 10)):
+        sizes = [recipe._parameters(build("model", model), shape, classes) for model in kind.models]
+        assert ", ".join(f"{round(size / 1000)}k" for size in sizes) in page
