@@ -1,12 +1,15 @@
 """A loop recorded once as a CUDA graph and replayed: a GPU runs thousands of small kernels without waiting for Python.
 
-A local step is about forty kernels of some 50 µs each. Launched one by one they keep one core busy for longer than they
-keep the GPU busy; replayed, the whole of local training is one launch. Recordings are made per shape and share their
-memory, so a result must be used up before the next call.
+A local step is about forty kernels of some 50 µs each. Launched one by one they may keep a core busy for longer than
+they keep the GPU busy; replayed, the whole of local training is one launch. Recordings are made per shape and share their
+memory, so a result must be used up before the next call. A recording that cannot be made, or that gives other numbers
+than the plain calls, is not used, with a warning. Off unless FEDBLUR_CUDA_GRAPHS=on: not yet proven on a GPU.
 """
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from fedblur.compiling import signature
 
+_TOLERANCE = 1e-3  # of a recording's first result, relative to that of plain calls
 _KEPT = 8  # recordings; a federation whose clients differ much in size meets many shapes
 
 
@@ -35,7 +39,7 @@ class Captured:
         self.function = function
         self.resident = resident
         self.pool: Any = None
-        self.recordings: OrderedDict[Any, Recording] = OrderedDict()
+        self.recordings: OrderedDict[Any, Recording | None] = OrderedDict()
 
     def __call__(self, *arguments: Any) -> Any:
         leaves, structure = pytree.tree_flatten(arguments)
@@ -50,26 +54,32 @@ class Captured:
                 self.recordings.popitem(last=False)
         self.recordings.move_to_end(key)
         recording = self.recordings[key]
-        for place, leaf in zip(recording.inputs, leaves, strict=True):
-            if isinstance(leaf, Tensor) and place is not leaf:
-                place.copy_(leaf)
-        recording.graph.replay()
-        return recording.result
+        return self.function(*arguments) if recording is None else _replay(recording, leaves)
 
-    def _record(self, leaves: list[Any], stays: list[bool], structure: Any) -> Recording:
+    def _record(self, leaves: list[Any], stays: list[bool], structure: Any) -> Recording | None:
+        """None where it cannot be done; running out of memory is for the caller, who makes smaller blocks."""
         inputs = [
             leaf.clone() if isinstance(leaf, Tensor) and not stay else leaf
             for leaf, stay in zip(leaves, stays, strict=True)
         ]
         arguments = pytree.tree_unflatten(inputs, structure)
-        self.function(*arguments)  # compiles, and makes what is kept from call to call
+        expected = self.function(*arguments)  # compiles, and makes what is kept from call to call
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            result = self.function(*arguments)
-        return Recording(graph, inputs, result)
+        try:
+            with torch.cuda.graph(graph, pool=self.pool):
+                result = self.function(*arguments)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            warnings.warn(f"no CUDA graph of local training: {str(error).splitlines()[0]}", stacklevel=2)
+            return None
+        recording = Recording(graph, inputs, result)
+        if not agree(_replay(recording, leaves), expected):
+            warnings.warn("a CUDA graph of local training gave other numbers and is not used", stacklevel=2)
+            return None
+        return recording
 
     def _stays(self, arguments: tuple[Any, ...]) -> list[bool]:
         return [
@@ -77,3 +87,21 @@ class Captured:
             for i, argument in enumerate(arguments)
             for leaf in pytree.tree_leaves(argument)
         ]
+
+
+def _replay(recording: Recording, leaves: list[Any]) -> Any:
+    for place, leaf in zip(recording.inputs, leaves, strict=True):
+        if isinstance(leaf, Tensor) and place is not leaf:
+            place.copy_(leaf)
+    recording.graph.replay()
+    return recording.result
+
+
+def agree(results: Any, expected: Any) -> bool:
+    """Whether two trees of tensors are the same but for rounding."""
+    pairs = list(zip(pytree.tree_leaves(results), pytree.tree_leaves(expected), strict=True))
+    return all(float((a - b).norm()) <= _TOLERANCE * float(b.norm()) for a, b in pairs)
+
+
+def enabled() -> bool:
+    return os.environ.get("FEDBLUR_CUDA_GRAPHS") == "on"

@@ -18,6 +18,7 @@ from torch import Tensor
 from fedblur.batches import Work
 from fedblur.bounding import Message
 from fedblur.capturing import Captured
+from fedblur.capturing import enabled as capturing_enabled
 from fedblur.clipping import Bounded
 from fedblur.compiling import Compiled
 from fedblur.config import LocalTraining
@@ -175,8 +176,8 @@ def one_client(program: LocalProgram) -> Steps:
 
 @lru_cache(maxsize=8)
 def many_clients(program: LocalProgram, compiled: bool = False, traced: bool = False) -> Steps:
-    """The same under `vmap`. Worth it for long runs: compiled, a step is a few fused kernels, and all of them are one
-    launch on a GPU; traced, the same bits with less between the operators."""
+    """The same under `vmap`. Worth it for long runs: compiled, a step is a few fused kernels; traced, the same bits
+    with less between the operators."""
     shape = torch.func.vmap(program.shape, in_dims=(None, 0, 0))
     if compiled:
         stepping = replace(program, methods=tuple(method for method in program.methods if method.steers_steps))
@@ -192,10 +193,11 @@ def batched_step(program: LocalProgram) -> Callable[..., tuple[Params, Params]]:
 
 
 @lru_cache(maxsize=8)
-def _compiled_steps(program: LocalProgram) -> Captured:
+def _compiled_steps(program: LocalProgram) -> Callable[..., Params]:
     """Of all programs whose steps are the same: LUS, for one, does not touch them."""
     step = Compiled(batched_step(program), state=(1, 2), invariant=(0, 3))  # Δ and velocity; w and S stay
-    return Captured(partial(run_steps, step, program.local), resident=(2, 3))
+    train = partial(run_steps, step, program.local)
+    return Captured(train, resident=(2, 3)) if capturing_enabled() else train
 
 
 @lru_cache(maxsize=8)

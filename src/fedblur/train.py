@@ -31,9 +31,9 @@ from fedblur.runfolder import RunFolder
 from fedblur.server import ServerState, published
 from fedblur.setup import Machine, Setup, prepare
 from fedblur.summary import summarise
+from fedblur.watching import Row, Watcher, with_header
 
-Row = dict[str, Any]
-Watcher = Callable[[Row], None]
+__all__ = ["Row", "Run", "Watcher", "resume", "train"]
 
 
 @dataclass(frozen=True)
@@ -173,20 +173,9 @@ def _go_on(
         )
     state = ServerState.from_tensors(tensors, checkpoint.round)
     rows = folder.truncate_rounds(checkpoint.round)
-    return _dismiss(processes, setup, _loop(folder, setup, state, resolved, rows, _with_header(setup, tell, watch)))
-
-
-def _with_header(setup: Setup, tell: Callable[[str], None], watch: Watcher | None) -> Watcher:
-    """The header with the first round: a run that may not go on says why, and nothing else."""
-    header = iter([setup.header])
-
-    def watching(row: Row) -> None:
-        for text in header:
-            tell(text)
-        if watch is not None:
-            watch(row)
-
-    return watching
+    return _dismiss(
+        processes, setup, _loop(folder, setup, state, resolved, rows, with_header(setup.header, tell, watch))
+    )
 
 
 def _greet(processes: Processes | None, folder: RunFolder, resolved: dict[str, Any]) -> None:
