@@ -1,9 +1,9 @@
 """A loop recorded once as a CUDA graph and replayed: a GPU runs thousands of small kernels without waiting for Python.
 
 A local step is about forty kernels of some 50 µs each. Launched one by one they may keep a core busy for longer than
-they keep the GPU busy; replayed, the whole of local training is one launch. Recordings are made per shape and share their
-memory, so a result must be used up before the next call. A recording that cannot be made, or that gives other numbers
-than the plain calls, is not used, with a warning. Off unless FEDBLUR_CUDA_GRAPHS=on: not yet proven on a GPU.
+they keep the GPU busy; replayed, the whole of local training is one launch. Recordings are made per shape and share
+their memory, so a result must be used up before the next call. A recording that cannot be made, or that gives other
+numbers than the plain calls, is not used, with a warning. Off unless FEDBLUR_CUDA_GRAPHS=on: not yet proven on a GPU.
 """
 
 from __future__ import annotations
