@@ -31,6 +31,8 @@ def test_page__is_up_to_date() -> None:
     page = render_page(CHENG)
     assert page.outdated() == [], "run: fedblur paper papers/cheng2022"
     assert page.stale == ()
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.text):
+        assert (CHENG / target).exists(), target
 
 
 def test_page__can_be_made_before_the_first_result(tmp_path: Path) -> None:
@@ -134,7 +136,7 @@ def test_page__a_folder_of_tables_and_a_template_is_enough(tmp_path: Path) -> No
     invent(tmp_path, lambda cell: 0.25 if cell.label == "one" else None)
     page = render_page(tmp_path)
     assert re.search(r"^\| one \| [\d.]+ \| 25\.00 \|$", page.text, re.MULTILINE)
-    assert "| 5 | `mine` | two | seed = 0 (1 cell) | unknown |" in page.text
+    assert "| 5 | `mine` | two | seed = 0 (1 cell) | 1.1 |" in page.text  # a minute, as the other one
     page.write()
     assert render_page(tmp_path).outdated() == []
 
