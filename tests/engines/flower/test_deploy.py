@@ -112,12 +112,14 @@ def test_template__trains_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "honest-but-curious" in run.summary["privacy"]["trust_model"]
 
 
-def ask(path: str, body: bytes = b"x", largest: int = 100) -> tuple[int, list[httpx.Request]]:
+def ask(path: str, body: bytes = b"x", largest: int = 100, away: bool = False) -> tuple[int, list[httpx.Request]]:
     """One request through the gateway, and what came out behind it."""
     seen: list[httpx.Request] = []
 
     def superlink(request: httpx.Request) -> httpx.Response:
         seen.append(request)
+        if away:
+            raise httpx.RemoteProtocolError("Server disconnected without sending a response.")
         return httpx.Response(200, content=b"answer")
 
     async def go() -> int:
@@ -158,6 +160,10 @@ def test_gateway__lets_nothing_else_through(path: str) -> None:
     status, seen = ask(path)
     assert status == 404
     assert not seen
+
+
+def test_gateway__a_superlink_that_is_away_is_a_status_on_which_nodes_try_again() -> None:
+    assert ask("/v1/fleet/push-messages", away=True)[0] == 503
 
 
 def test_gateway__refuses_huge_requests() -> None:

@@ -36,7 +36,10 @@ def make_app(inner: httpx.AsyncClient, largest: int) -> Starlette:
             if len(body) > largest:
                 return Response(status_code=413, headers={"connection": "close"})
         headers = [(name, value) for name, value in request.headers.items() if name not in _HOP]
-        answer = await inner.post(path, content=bytes(body), headers=headers)
+        try:
+            answer = await inner.post(path, content=bytes(body), headers=headers)
+        except httpx.TransportError:  # the SuperLink is away: nodes try again on this status
+            return Response(status_code=503)
         kept = {name: value for name, value in answer.headers.items() if name not in _HOP | {"content-encoding"}}
         return Response(answer.content, answer.status_code, kept)
 
@@ -52,7 +55,10 @@ def serve(listen: str, superlink: str, secrets: Path, largest: int) -> None:
         if not (secrets / name).is_file():
             raise ConfigError(f"{secrets / name} does not exist; make it with certificates.sh")
     context = ssl.create_default_context(cafile=str(secrets / "ca.crt"))
-    inner = httpx.AsyncClient(base_url=f"https://{superlink}", verify=context, timeout=600.0)
+    fresh = httpx.Limits(
+        max_keepalive_connections=0
+    )  # a kept one may be closed just as it is used, and a reply be lost
+    inner = httpx.AsyncClient(base_url=f"https://{superlink}", verify=context, timeout=600.0, limits=fresh)
     uvicorn.run(
         make_app(inner, largest),
         host=host,
