@@ -198,12 +198,13 @@ def test_unwritable_folder(tmp_path: Path) -> None:
     assert "choose another --out" in message
 
 
-def test_full_disk__keeps_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("room", [8, 9], ids=["a checkpoint", "the ledger"])  # what no longer finds room on the disk
+def test_full_disk__keeps_the_last_checkpoint(room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, written = os.fsync, []
 
     def fills_up(descriptor: int) -> None:
         written.append(descriptor)
-        if len(written) > 4:
+        if len(written) > room:
             raise OSError(28, "No space left on device")
         real(descriptor)
 
