@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from flwr.app import Message
 
 from fedblur.engines.flower.settings import Settings
 from fedblur.errors import ConfigError, PrivacyError, RunError
-from tests.engines.flower.world import SECURE, LoopGrid, Lost, deployment, federated, simulated, weights
+from tests.engines.flower.world import SECURE, LoopGrid, Lost, deployment, federated, paid_rounds, simulated, weights
 
 SETTINGS = [
     {},
@@ -86,7 +85,7 @@ def test_kill__a_round_is_never_spent_twice_uncounted(
 ) -> None:
     died = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), question, trust], env=os.environ, cwd=ROOT)
     assert died.returncode == -signal.SIGKILL
-    assert spent(tmp_path) == before
+    assert paid_rounds(tmp_path / "run") == before
     task = deployment(tmp_path, 4, seed=None, rounds=4, mechanism=SECURE if trust == "secure-sum" else "gaussian")
     if after[-1] == 4:
         run = federated(task, LoopGrid(task, 4, trust), tmp_path / "run", trust)
@@ -94,17 +93,12 @@ def test_kill__a_round_is_never_spent_twice_uncounted(
     else:
         with pytest.raises(PrivacyError, match="the budget is spent"):
             federated(task, LoopGrid(task, 4, trust), tmp_path / "run", trust)
-    assert spent(tmp_path) == after
+    assert paid_rounds(tmp_path / "run") == after
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["privacy"]["releases"] == 4
 
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def spent(folder: Path) -> list[int]:
-    with sqlite3.connect(folder / "run/ledger.sqlite") as db:
-        return [row[0] for row in db.execute("SELECT round FROM spends ORDER BY id")]
 
 
 def test_resume__a_seeded_run_ends_as_one_that_was_never_stopped(tmp_path: Path) -> None:

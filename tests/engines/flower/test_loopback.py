@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import sqlite3
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ from safetensors.torch import load_file
 
 from benchmarks.harness.machines import Machines, wait_for
 from fedblur.engines.flower.settings import Deployment
-from tests.engines.flower.world import SECURE, deployment, digits, simulated, weights
+from tests.engines.flower.world import SECURE, deployment, digits, paid_rounds, simulated, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
 NODES = 4
@@ -199,7 +198,7 @@ def test_kills__nodes_and_server_in_the_middle_of_rounds(federation: Federation)
     assert server is not None
     server.send_signal(signal.SIGKILL)
     process.wait(timeout=120)
-    assert spends(federation) == [1, 2]  # round 3 was asked for, and nothing of it was seen
+    assert paid_rounds(federation.folder / "killed") == [1, 2]  # round 3 was asked for, and nothing of it was seen
 
     federation.end(federation.nodes[2])
     folder = federation.train("killed", "secure-sum", 1200, deadline)  # goes on where it was
@@ -208,12 +207,7 @@ def test_kills__nodes_and_server_in_the_middle_of_rounds(federation: Federation)
     assert ["aborted" in row["local_only"] for row in rows] == [False, True, True]
     assert rows[0]["local_only"]["nodes"]["missing"] >= 1
     assert rows[1]["accuracy"] == rows[0]["accuracy"]  # not applied
-    assert spends(federation) == [1, 2, 3]  # and paid for
-
-
-def spends(federation: Federation) -> list[int]:
-    with sqlite3.connect(federation.folder / "killed/ledger.sqlite") as db:
-        return [row[0] for row in db.execute("SELECT round FROM spends ORDER BY id")]
+    assert paid_rounds(federation.folder / "killed") == [1, 2, 3]  # and paid for
 
 
 def test_logs_and_folders__hold_no_keys(federation: Federation) -> None:

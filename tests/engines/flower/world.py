@@ -14,11 +14,13 @@ from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
+from fedblur.chain import Chain
 from fedblur.config import from_dict, read_toml
 from fedblur.data.population import Federation, Packed, Samples
 from fedblur.engines.flower.client import client_app
 from fedblur.engines.flower.server import serve
 from fedblur.engines.flower.settings import Deployment, Settings
+from fedblur.ledger import read_spends
 from fedblur.train import Run, train
 
 RUN = 77
@@ -136,3 +138,8 @@ def federated(task: Deployment, grid: Grid, folder: Path, trust: str, deadline: 
 
 def weights(run: Run) -> torch.Tensor:
     return torch.cat([tensor.detach().flatten() for tensor in run.module.parameters()])
+
+
+def paid_rounds(run: Path) -> list[int]:
+    """The rounds that a run's ledger has paid for, in order; a round that was paid twice comes twice."""
+    return [round_ for round_, _ in read_spends(Chain(run / "ledger.jsonl").read())]
