@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 .PHONY: help setup run paper test check lint bench clean
 
 help: ## Show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -25,6 +25,9 @@ paper: $(STAMP) ## Render papers/cheng2022/README.md and its plots from the resu
 
 test: $(STAMP) ## Run the whole test suite
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+test-long: $(STAMP) ## Run the tests of minutes too: federations of real processes that are killed, attacked, documented
+	FEDBLUR_LONG=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: $(STAMP) ## Style and types only
 	$(BIN)/ruff check .

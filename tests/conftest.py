@@ -16,6 +16,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is first imported: n
 REAL_DATA = Path(__file__).resolve().parents[1] / "../shared/data"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of minutes are for `make test-long`: the suite stays under ten minutes."""
+    if os.environ.get("FEDBLUR_LONG") == "1":
+        return
+    for item in items:
+        if item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes: make test-long runs it"))
+
+
 def _shared_folder(factory: pytest.TempPathFactory) -> Path:
     """The session's folder that all xdist workers see."""
     base = factory.getbasetemp()

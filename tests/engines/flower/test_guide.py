@@ -20,7 +20,7 @@ import pytest
 
 from benchmarks.harness.machines import BIN, ROOT, Machines, free_ports, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.xdist_group("flower")]
 GUIDE = (ROOT / "docs/deploy.md").read_text()
 BLOCKS = re.findall(r"```sh\n# ([^\n]+)\n(.*?)```", GUIDE, re.DOTALL)
 

@@ -125,6 +125,7 @@ def test_central__gets_the_simulators_model(federation: Federation, tmp_path: Pa
     assert summary["privacy"]["releases"] == 5
 
 
+@pytest.mark.long
 def test_strangers__get_nothing(federation: Federation, tmp_path: Path) -> None:
     """A node whose key is not registered, a node that trusts another authority, and requests without a key."""
     federation.sh("ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", "secrets/stranger")
@@ -180,6 +181,7 @@ def wait_until_asked(federation: Federation, i: int, round_: int, kind: str, bef
     wait_for(asked, 400, f"node {i}: {kind} of round {round_}")
 
 
+@pytest.mark.long
 def test_kills__nodes_and_server_in_the_middle_of_rounds(federation: Federation) -> None:
     """Round 1 loses a node of four and goes on, round 2 another and is aborted, round 3 the server and one more."""
     federation.task(rounds=3, mechanism=SECURE, seed=None)

@@ -12,6 +12,7 @@ from benchmarks.harness.machines import Machines, wait_for
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.xdist_group("flower"),
     pytest.mark.skipif(
         importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install 'fedblur[ray]'"
