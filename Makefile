@@ -23,12 +23,11 @@ run: $(STAMP) ## The main job: DP-FedAvg against BLUR + LUS on embedded digits a
 paper: $(STAMP) ## Render papers/cheng2022/README.md and its plots from the result files
 	$(BIN)/fedblur paper papers/cheng2022
 
-# Three workers for two cores: tests of a federation mostly wait for processes to start.
 test: $(STAMP) ## Run the whole test suite
-	$(BIN)/python -m pytest -n 3 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 test-long: $(STAMP) ## Run the tests of minutes too: federations of real processes that are killed, attacked, documented
-	FEDBLUR_LONG=1 $(BIN)/python -m pytest -n 3 --dist loadgroup
+	FEDBLUR_LONG=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: $(STAMP) ## Style and types only
 	$(BIN)/ruff check .

@@ -154,6 +154,7 @@ def test_strangers__get_nothing(federation: Federation, tmp_path: Path) -> None:
         client.post(f"http://127.0.0.1:{federation.port}/v1/fleet/pull-messages")
 
 
+@pytest.mark.long  # Flower starts a process for each of 80 messages
 def test_secure_sum__gets_the_simulators_model(federation: Federation, tmp_path: Path) -> None:
     task = federation.task(rounds=5, mechanism=SECURE)
     folder = federation.train("secure", "secure-sum", 1200)
