@@ -213,10 +213,9 @@ def test_kills__nodes_and_server_in_the_middle_of_rounds(federation: Federation)
     assert paid_rounds(federation.folder / "killed") == [1, 2, 3]  # and paid for
 
 
+@pytest.mark.long  # after all of the above, in one process
 def test_logs_and_folders__hold_no_keys(federation: Federation) -> None:
     """After all of that: nothing that Flower or we wrote, outside of secrets/, holds a private key or a data file."""
-    if not (federation.folder / "central").exists():  # this test alone, or on a worker of its own
-        federation.train("central", "central", 600)
     for path in federation.folder.rglob("*"):
         if path.is_file() and "secrets" not in path.parts:
             assert b"PRIVATE KEY" not in path.read_bytes(), path
