@@ -10,15 +10,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from harness.front import NAMES
 from harness.measure import TOLERANCE, Measured, Row
 
-NAMES = {
-    "loop": "plain PyTorch loop",
-    "ours": "**FedBlur**",
-    "pfl": "pfl",
-    "flower": "Flower on Ray",
-    "fedjax": "FedJAX",
-}
 BEGIN, END = "<!-- make bench writes from here -->", "<!-- to here -->"
 BUSY = 10.0  # percent of the machine
 

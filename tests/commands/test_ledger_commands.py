@@ -8,21 +8,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from fedblur import accounting
 from fedblur.chain import Chain
-from fedblur.cli import app
 from fedblur.config import Config
 from fedblur.events import Gaussian, PoissonSampled
 from fedblur.train import resume, train
 from fedblur.verification import verify
-
-
-def invoke(*words: object, status: int = 0) -> str:
-    result = CliRunner().invoke(app, [str(word) for word in words])
-    assert result.exit_code == status, result.output
-    return result.output
+from tests.cli import invoke
 
 
 @pytest.fixture(scope="module")

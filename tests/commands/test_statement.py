@@ -8,18 +8,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from fedblur import accounting
 from fedblur.accounting import zcdp
-from fedblur.cli import app
 from fedblur.events import Composed, DistributedDiscreteGaussian, Gaussian, PoissonSampled, SelfComposed
-
-
-def invoke(*words: object, status: int = 0) -> str:
-    result = CliRunner().invoke(app, [str(word) for word in words])
-    assert result.exit_code == status, result.output
-    return result.output
+from tests.cli import invoke
 
 
 @pytest.fixture(scope="module")

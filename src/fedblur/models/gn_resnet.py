@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fedblur.errors import ConfigError
-from fedblur.models.base import image_shape, require_side
+from fedblur.models.base import he_, image_shape, require_side
 from fedblur.models.norms import average_to, conv, group_norm
 from fedblur.models.wavelets import Wavelets
 from fedblur.registry import register
@@ -61,7 +61,7 @@ class GnResNet:
         if self.head_scale != 1:
             layers["scale"] = Scale(self.head_scale)
         module = nn.Sequential(layers)
-        _he_(module)
+        he_(module)
         return module
 
     def _stem(self, channels: int) -> OrderedDict[str, nn.Module]:
@@ -104,13 +104,3 @@ class Scale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.factor * x
-
-
-def _he_(module: nn.Module) -> None:
-    """He's initial weights for the convolutions and Glorot's for the head; norms start as the identity."""
-    for layer in module.modules():
-        if isinstance(layer, nn.Conv2d):
-            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
-        elif isinstance(layer, nn.Linear):
-            nn.init.xavier_uniform_(layer.weight)
-            nn.init.zeros_(layer.bias)

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from fedblur.models.base import image_shape
+from fedblur.models.base import he_, image_shape
 from fedblur.registry import register
 
 GROUPS = 32
@@ -36,7 +36,7 @@ class ResNet18:
         layers["average"] = GlobalAverage()
         layers["head"] = nn.Linear(512, classes)
         module = nn.Sequential(layers)
-        _he_(module)
+        he_(module)
         return module
 
 
@@ -68,13 +68,3 @@ class GlobalAverage(nn.Module):
 def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
     # The norm that follows has an offset of its own, so the convolution needs no bias.
     return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
-
-
-def _he_(module: nn.Module) -> None:
-    """He's initial weights for the convolutions and Glorot's for the head; norms start as the identity."""
-    for layer in module.modules():
-        if isinstance(layer, nn.Conv2d):
-            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
-        elif isinstance(layer, nn.Linear):
-            nn.init.xavier_uniform_(layer.weight)
-            nn.init.zeros_(layer.bias)
