@@ -1,9 +1,10 @@
 """One round on a GPU, several ways: time per step and round, TFLOP/s, share of the memory floor, agreement of the sums.
 
-    python benchmarks/gpu.py [--models cnn cnn_a gn_cnn resnet18] [--ways loop vmap half compiled] [--json FILE]
+    python benchmarks/gpu.py [--models cnn cnn_a gn_cnn resnet18] [--ways loop pfl half compiled] [--json FILE]
 
-Data are random images of the right shape, resident on the device; one client's work is 30 steps of batch 64 (ResNet-18:
-batch 50), with BLUR and LUS on. `loop` is an ordinary PyTorch loop over clients, the way peers train.
+`pfl` needs that package (`peers/pfl.txt`) on the path. Data are random images of the right shape, resident on the
+device; one client's work is 30 steps of batch 64 (ResNet-18: batch 50), with BLUR and LUS on. `loop` is an ordinary
+PyTorch loop over clients, the way peers train.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Task:
     clients: int
     batch: int
     steps: int = 30
+    block: int = 0  # clients at once; 0: all
 
     def module(self) -> nn.Module:
         return make_model(build("model", self.model), self.shape, self.classes, seed=0).to(CUDA).train()
@@ -65,6 +67,7 @@ TASKS = {
     "cnn_a": Task("CNN-A", {"name": "cnn", "variant": "a"}, (1, 28, 28), 62, 136, 64),
     "gn_cnn": Task("GN-CNN", "gn_cnn", (1, 28, 28), 62, 136, 64),
     "resnet18": Task("ResNet-18", "resnet18", (3, 32, 32), 10, 30, 50),
+    "resnet18_blocks": Task("ResNet-18, blocks of 34", "resnet18", (3, 32, 32), 10, 136, 64, block=34),
 }
 METHODS: tuple[Method, ...] = (Blur(0.4), Lus(0.7))
 
@@ -76,7 +79,8 @@ def job_for(task: Task, module: nn.Module, half: bool, methods: tuple[Method, ..
 
 
 def ours(task: Task, module: nn.Module, population: Packed, half: bool, compiled: bool) -> Callable[[], list[Block]]:
-    engine = LocalEngine(population, CUDA, vectorise=True, block_size=task.clients, compiled=compiled)
+    block = task.block or task.clients
+    engine = LocalEngine(population, CUDA, vectorise=True, block_size=block, compiled=compiled)
     job, ids, rng = job_for(task, module, half, METHODS), torch.arange(task.clients), Seeded.root(0)
     return lambda: list(engine.map_clients(job, ids, rng))
 
@@ -105,6 +109,25 @@ def loop(task: Task, module: nn.Module, population: Packed) -> Callable[[], Tens
     return run
 
 
+def by_pfl(task: Task, module: nn.Module, population: Packed) -> Callable[[], Any]:
+    """One round of pfl-research on the same images, batches and steps; clipping only, as in the loop."""
+    import pfl.internal.ops.selector as ops
+    from peers.pfl import Trainable, backend_of, context_for
+    from pfl.algorithm.federated_averaging import FederatedAveraging
+    from pfl.data.pytorch import PyTorchTensorDataset
+    from pfl.internal.ops import pytorch_ops
+    from pfl.model.pytorch import PyTorchModel
+
+    ops.set_framework_module(pytorch_ops)
+    trained = Trainable(module)
+    model = PyTorchModel(trained, torch.optim.SGD, torch.optim.SGD(trained.parameters(), lr=1.0))
+    x, y = (t.split(task.batch) for t in (population.x.float() / 255, population.y))
+    clients = [PyTorchTensorDataset([*pair], user_id=str(i)) for i, pair in enumerate(zip(x, y, strict=True))]
+    backend = backend_of(clients.__getitem__, task.clients, clip_norm=0.03)
+    context = context_for(task.clients, task.batch, epochs=task.steps, learning_rate=0.03)
+    return lambda: backend.gather_results(model, FederatedAveraging(), central_context=context)
+
+
 def milliseconds(run: Callable[[], Any], repeats: int) -> tuple[float, float]:
     """(first call in seconds, median of the following ones in milliseconds)."""
     began = time.perf_counter()
@@ -119,6 +142,9 @@ def milliseconds(run: Callable[[], Any], repeats: int) -> tuple[float, float]:
         torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - began))
     return first, sorted(times)[len(times) // 2]
+
+
+PEERS = {"loop": loop, "pfl": by_pfl}
 
 
 def flops_per_step(task: Task, module: nn.Module) -> float:
@@ -136,7 +162,7 @@ def show_kernels(run: Callable[[], Any]) -> None:
     events = sorted(profiler.key_averages(), key=lambda e: -e.device_time_total)
     total = sum(e.device_time_total for e in events)
     print(f"  kernels: {total / 1e3:.1f} ms")
-    for e in events[:22]:
+    for e in events[:45]:
         print(f"  {e.device_time_total / 1e3:8.2f} ms  {e.count:5d} x  {e.key[:110]}")
 
 
@@ -149,21 +175,21 @@ def measure(key: str, ways: list[str], repeats: int, profile: bool) -> list[dict
     for way in ways:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = way != "fp32"
         run: Callable[[], Any]
-        if way == "loop":
-            run = loop(task, module, population)
+        if way in PEERS:
+            run = PEERS[way](task, module, population)
         else:
             run = ours(task, module, population, half=way in ("half", "compiled"), compiled=way.startswith("compiled"))
         torch.cuda.reset_peak_memory_stats()
         try:
-            first, ms = milliseconds(run, 1 if way == "loop" else repeats)
+            first, ms = milliseconds(run, 1 if way in PEERS else repeats)
         except Exception as error:  # one way that fails must not cost the others' time
             rows.append({"model": task.name, "way": way, "error": f"{type(error).__name__}: {str(error)[:300]}"})
             print(rows[-1], flush=True)
             continue
-        if profile and way != "loop":
+        if profile and way not in PEERS:
             show_kernels(run)
-        total = None if way == "loop" else torch.cat([block.bounded.value for block in run()]).double().sum(0)
-        reference = total if reference is None else reference  # the loop has no dropout masks of ours to compare with
+        total = None if way in PEERS else sum(block.bounded.value.sum(0, dtype=torch.float64) for block in run())
+        reference = total if reference is None else reference  # peers have no dropout masks of ours to compare with
         agreement = None if total is None else float((total - reference).norm() / reference.norm())
         rows.append(
             {

@@ -1,8 +1,9 @@
 """Times tile sizes of the convolution kernels on the shapes of our models: where the `*_tiles` functions come from.
 
-    python benchmarks/tune_kernels.py [--shapes cnn resnet] [--warm 12]
+    python benchmarks/tune_kernels.py [--shapes cnn resnet] [--kinds weight_grad] [--programs 528 2112] [--warm 12]
 
-Compiling takes most of the time, so `--warm` processes fill Triton's cache first, each with its share of the tiles.
+`--programs` are the numbers of programs that a weight gradient's sums are split into, to be tried. Compiling takes
+most of the time, so `--warm` processes fill Triton's cache first, each with its share of the tiles.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from triton.testing import do_bench
 from fedblur.kernels import triton_conv as conv
 from fedblur.kernels import triton_conv_pool as pool
 from fedblur.kernels import triton_weight_grad as weight
-from fedblur.kernels.geometry import Geometry, Tiles
+from fedblur.kernels.geometry import PROGRAMS, Geometry, Tiles
 
 SHAPES = {
     "cnn conv1+pool": Geometry(136, 64, 1, 28, 28, 32, (3, 3), (1, 1), (0, 0), (1, 1)),
@@ -31,7 +32,7 @@ SHAPES = {
     "resnet 256": Geometry(30, 50, 256, 8, 8, 256, (3, 3), (1, 1), (1, 1), (1, 1)),
     "resnet 512": Geometry(30, 50, 512, 4, 4, 512, (3, 3), (1, 1), (1, 1), (1, 1)),
 }
-Trial = tuple[str, str, Any, Geometry, Tiles, Callable[[], Any]]
+Trial = tuple[str, str, Any, Geometry, Tiles, int, Callable[[], Any]]
 
 
 def candidates(kind: str, g: Geometry, own: Tiles) -> list[Tiles]:
@@ -54,8 +55,8 @@ def candidates(kind: str, g: Geometry, own: Tiles) -> list[Tiles]:
     ]
 
 
-def trials(names: list[str]) -> Iterator[Trial]:
-    for name in (n for n in SHAPES if n.split()[0] in names):
+def trials(options: argparse.Namespace) -> Iterator[Trial]:
+    for name in (n for n in SHAPES if n.split()[0] in options.shapes):
         g, pooled = SHAPES[name], name.endswith("+pool")
         out_h, out_w = pool.pooled_size(g) if pooled else g.out_size
         x = torch.randn(g.clients, g.batch, g.height, g.width, g.channels, device="cuda").bfloat16()
@@ -74,22 +75,25 @@ def trials(names: list[str]) -> Iterator[Trial]:
                 "weight_grad": (pool, lambda gy=gy, h=where, x=x, g=g: pool.weight_grad(gy, h, x, g)),
             }
         for kind, (module, run) in runs.items():
-            if kind == "input_grad" and g.channels == 1:
+            if kind not in options.kinds or (kind == "input_grad" and g.channels == 1):
                 continue  # a first layer needs none
             for tiles in candidates(kind, g, getattr(module, f"{kind}_tiles")(g)):
-                yield name, kind, module, g, tiles, run
+                for programs in options.programs if kind == "weight_grad" else [PROGRAMS]:
+                    yield name, kind, module, g, tiles, programs, run
 
 
 def attempt(trial: Trial, measure: Callable[[Callable[[], Any]], float]) -> float | None:
-    _, kind, module, _, tiles, run = trial
+    _, kind, module, _, tiles, programs, run = trial
     own = getattr(module, f"{kind}_tiles")
     setattr(module, f"{kind}_tiles", lambda g: tiles)
+    weight.PROGRAMS = pool.PROGRAMS = programs
     try:
         return measure(run)
     except Exception:  # a tile that does not fit the chip
         return None
     finally:
         setattr(module, f"{kind}_tiles", own)
+        weight.PROGRAMS = pool.PROGRAMS = PROGRAMS
 
 
 def once(run: Callable[[], Any]) -> float:
@@ -98,9 +102,9 @@ def once(run: Callable[[], Any]) -> float:
     return 0.0
 
 
-def show(name: str, kind: str, g: Geometry, timed: list[tuple[float, Tiles]]) -> None:
+def show(name: str, kind: str, g: Geometry, timed: list[tuple[float, Tiles, int]]) -> None:
     flops = 2 * g.clients * g.batch * g.out_size[0] * g.out_size[1] * g.outputs * g.kernel[0] * g.kernel[1] * g.channels
-    best = "; ".join(f"{ms:.3f} {tuple(tiles)}" for ms, tiles in sorted(timed)[:4])
+    best = "; ".join(f"{ms:.3f} {tuple(tiles)} {programs}" for ms, tiles, programs in sorted(timed)[:6])
     print(
         f"{name:16s} {kind:12s} now {timed[0][0]:.3f} ms {flops / timed[0][0] / 1e9:.0f} TFLOP/s; best: {best}",
         flush=True,
@@ -110,20 +114,21 @@ def show(name: str, kind: str, g: Geometry, timed: list[tuple[float, Tiles]]) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=["cnn", "cnn_a", "resnet"])
+    parser.add_argument("--kinds", nargs="+", default=["forward", "input_grad", "weight_grad"])
+    parser.add_argument("--programs", nargs="+", type=int, default=[PROGRAMS])
     parser.add_argument("--warm", type=int, default=12)
     parser.add_argument("--part", type=int, help="fill Triton's cache with this share of the tiles, measure nothing")
     options = parser.parse_args()
     if options.part is not None:
-        for trial in itertools.islice(trials(options.shapes), options.part, None, options.warm):
+        for trial in itertools.islice(trials(options), options.part, None, options.warm):
             attempt(trial, once)
         return
-    again = [sys.executable, __file__, "--shapes", *options.shapes, "--warm", str(options.warm), "--part"]
-    for process in [subprocess.Popen([*again, str(part)]) for part in range(options.warm)]:
+    for process in [subprocess.Popen([*sys.orig_argv, "--part", str(part)]) for part in range(options.warm)]:
         process.wait()
-    for (name, kind), group in itertools.groupby(trials(options.shapes), key=lambda trial: trial[:2]):
+    for (name, kind), group in itertools.groupby(trials(options), key=lambda trial: trial[:2]):
         tried = list(group)
-        times = [(attempt(trial, lambda run: do_bench(run, warmup=2, rep=6)), trial[4]) for trial in tried]
-        show(name, kind, tried[0][3], [(ms, tiles) for ms, tiles in times if ms is not None])
+        times = [(attempt(trial, lambda run: do_bench(run, warmup=2, rep=6)), *trial[4:6]) for trial in tried]
+        show(name, kind, tried[0][3], [(ms, tiles, programs) for ms, tiles, programs in times if ms is not None])
 
 
 if __name__ == "__main__":

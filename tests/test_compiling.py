@@ -18,7 +18,7 @@ from fedblur.client import (
 )
 from fedblur.compiling import Compiled
 from fedblur.config import Config, LocalTraining
-from fedblur.functional import as_function
+from fedblur.functional import Layout, as_function
 from fedblur.methods.augment import Augment
 from fedblur.methods.balance import Balance
 from fedblur.methods.blur import Blur
@@ -58,6 +58,22 @@ def test_compiled__small_models_with_frozen_front_ends_and_views(part: GnResNet)
     traced = plain._replace(train=partial(run_steps, Compiled(batched_step(program), "aot_eager"), job.local))
     expected, got = (local_update(job, steps, shard, work) for steps in (plain, traced))
     torch.testing.assert_close(Trained(*got), Trained(*expected), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # the compiler imports it
+def test_compiled__lus_keeps_the_same_coordinates_also_among_ties() -> None:
+    """By the real compiler: a threshold that is computed twice must come out the same twice."""
+    layout = Layout.of(torch.nn.Linear(40, 60))
+    generator = torch.Generator().manual_seed(0)
+    delta, gradient = (
+        {
+            "weight": torch.randint(-3, 4, (3, 60, 40), generator=generator).float(),
+            "bias": torch.randn(3, 60, generator=generator),
+        }
+        for _ in range(2)
+    )
+    shape = torch.func.vmap(lambda d, g: Lus(0.7).shape_update(d, g, layout))
+    torch.testing.assert_close(Compiled(shape)(delta, gradient), shape(delta, gradient), rtol=0, atol=0)
 
 
 def test_compiled__makes_one_graph_per_shape() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
@@ -21,7 +22,7 @@ from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism, Norm
 from torch import Tensor, nn
 
 from peers.modules import build_module
-from peers.task import Channel, Floats, Task, load_task
+from peers.task import Channel, Floats, load_task
 
 
 class Trainable(nn.Module):
@@ -38,22 +39,22 @@ class Trainable(nn.Module):
         return Metrics()  # never asked for: rounds are measured without evaluation
 
 
-def users(task: Task) -> FederatedDataset:
-    """The task's clients, all of them once a round and in the same order."""
-    tensors = [tuple(map(torch.from_numpy, task.samples(client))) for client in range(task.clients)]
-    sampler = MinimizeReuseUserSampler(list(range(task.clients)))
-    return FederatedDataset(lambda user: PyTorchTensorDataset(tensors[user], user_id=str(user)), sampler)
+def backend_of(client: Callable[[int], Any], clients: int, clip_norm: float) -> SimulatedBackend:
+    """All clients once a round and in the same order, clipped."""
+    data = FederatedDataset(client, MinimizeReuseUserSampler(list(range(clients))))
+    clipping = CentrallyAppliedPrivacyMechanism(NormClippingOnly(order=2, clipping_bound=clip_norm))
+    return SimulatedBackend(training_data=data, val_data=data, postprocessors=[clipping])
 
 
-def context_of(task: Task) -> CentralContext[Any, Any]:
-    train = NNTrainHyperParams(local_batch_size=task.batch, local_num_epochs=1, local_learning_rate=task.learning_rate)
+def context_for(clients: int, batch: int, epochs: int, learning_rate: float) -> CentralContext[Any, Any]:
+    train = NNTrainHyperParams(local_batch_size=batch, local_num_epochs=epochs, local_learning_rate=learning_rate)
     params = NNAlgorithmParams(
-        central_num_iterations=1000, evaluation_frequency=0, train_cohort_size=task.clients, val_cohort_size=None
+        central_num_iterations=1000, evaluation_frequency=0, train_cohort_size=clients, val_cohort_size=None
     )
     return CentralContext(
         current_central_iteration=0,
         do_evaluation=False,
-        cohort_size=task.clients,
+        cohort_size=clients,
         population=Population.TRAIN,
         algorithm_params=params,
         model_train_params=train,
@@ -66,10 +67,11 @@ def main() -> None:
     task = load_task(channel.inputs)
     module = Trainable(build_module(task))
     model = PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), lr=1.0))
-    clipping = CentrallyAppliedPrivacyMechanism(NormClippingOnly(order=2, clipping_bound=task.clip_norm))
-    data = users(task)
-    backend = SimulatedBackend(training_data=data, val_data=data, postprocessors=[clipping])
-    algorithm, context = FederatedAveraging(), context_of(task)
+    tensors = [tuple(map(torch.from_numpy, task.samples(client))) for client in range(task.clients)]
+    clients = [PyTorchTensorDataset(own, user_id=str(i)) for i, own in enumerate(tensors)]
+    backend = backend_of(clients.__getitem__, task.clients, task.clip_norm)
+    algorithm = FederatedAveraging()
+    context = context_for(task.clients, task.batch, epochs=1, learning_rate=task.learning_rate)
 
     def run() -> Floats:
         statistics, _ = backend.gather_results(model, algorithm, central_context=context)

@@ -3,7 +3,7 @@
 A local step is about forty kernels of some 50 µs each. Launched one by one they may keep a core busy for longer than
 they keep the GPU busy; replayed, the whole of local training is one launch. Recordings are made per shape and share
 their memory, so a result must be used up before the next call. A recording that cannot be made, or that gives other
-numbers than the plain calls, is not used, with a warning. Off unless FEDBLUR_CUDA_GRAPHS=on: not yet proven on a GPU.
+numbers than the plain calls, is not used, with a warning. FEDBLUR_CUDA_GRAPHS=off does without.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from fedblur.compiling import signature
 
 _TOLERANCE = 1e-3  # of a recording's first result, relative to that of plain calls
 _KEPT = 8  # recordings; a federation whose clients differ much in size meets many shapes
+_all: WeakSet[Captured] = WeakSet()
 
 
 class Recording(NamedTuple):
@@ -40,6 +42,7 @@ class Captured:
         self.resident = resident
         self.pool: Any = None
         self.recordings: OrderedDict[Any, Recording | None] = OrderedDict()
+        _all.add(self)
 
     def __call__(self, *arguments: Any) -> Any:
         leaves, structure = pytree.tree_flatten(arguments)
@@ -103,5 +106,14 @@ def agree(results: Any, expected: Any) -> bool:
     return all(float((a - b).norm()) <= _TOLERANCE * float(b.norm()) for a, b in pairs)
 
 
+def forget_recordings() -> bool:
+    """Give their memory back, of models trained earlier in this process too. False where there was none."""
+    held = any(function.recordings for function in _all)
+    for function in _all:
+        function.recordings.clear()
+        function.pool = None
+    return held
+
+
 def enabled() -> bool:
-    return os.environ.get("FEDBLUR_CUDA_GRAPHS") == "on"
+    return os.environ.get("FEDBLUR_CUDA_GRAPHS") != "off"

@@ -126,8 +126,9 @@ class LocalProgram:
         """Σ ∇f over these samples at the end point, without dropout and without what the methods add."""
         return self._gradient(batch._replace(inputs=as_input(batch.inputs)), (), None, 0, _add(start, delta))
 
-    def shape(self, which: int, delta: Params, gradient: Params) -> Params:
-        """What method number `which` makes of the update."""
+    def shape(self, which: int, delta: Params, total: Params, count: Tensor) -> Params:
+        """What method number `which` makes of the update, given the sum of `count` samples' gradients."""
+        gradient = {name: tensor / count for name, tensor in total.items()}
         return self.methods[which].shape_update(delta, gradient, self.layout)
 
     def _viewed(self, batch: Batch, seed: Tensor, step: Tensor | int) -> Batch:
@@ -178,10 +179,10 @@ def one_client(program: LocalProgram) -> Steps:
 def many_clients(program: LocalProgram, compiled: bool = False, traced: bool = False) -> Steps:
     """The same under `vmap`. Worth it for long runs: compiled, a step is a few fused kernels; traced, the same bits
     with less between the operators."""
-    shape = torch.func.vmap(program.shape, in_dims=(None, 0, 0))
+    shape = torch.func.vmap(program.shape, in_dims=(None, 0, 0, 0))
     if compiled:
         stepping = replace(program, methods=tuple(method for method in program.methods if method.steers_steps))
-        return Steps(_compiled_steps(stepping), _compiled_score(replace(program, methods=())), shape)
+        return Steps(_compiled_steps(stepping), _compiled_score(replace(program, methods=())), Compiled(shape))
     step, score = batched_step(program), _batched_score(program)
     if traced:
         step, score = Traced(step), Traced(score)
@@ -230,19 +231,20 @@ def local_update(job: ClientJob, steps: Steps, shard: Shard, work: Work) -> Trai
     for which, method in enumerate(job.methods):
         if method.score_batch != "none":
             chunks = work.samples if method.score_batch == "full" else work.plan[..., -1:, :]
-            delta = steps.shape(which, delta, _score_gradient(job, steps, delta, shard, chunks))
+            delta = steps.shape(which, delta, *_score_gradient(job, steps, delta, shard, chunks))
     return Trained(job.layout.flatten(delta), trained_norm)
 
 
-def _score_gradient(job: ClientJob, steps: Steps, delta: Params, shard: Shard, chunks: Tensor) -> Params:
-    """∇f at the end point; chunk by chunk to save memory."""
+def _score_gradient(
+    job: ClientJob, steps: Steps, delta: Params, shard: Shard, chunks: Tensor
+) -> tuple[Params, Tensor]:
+    """Σ ∇f at the end point and over how many samples; chunk by chunk to save memory."""
     total: Params | None = None
     for batch in read_batches(shard.x, shard.y, chunks):
         part = steps.score(job.start, delta, batch)
         total = part if total is None else _add(total, part)
     assert total is not None
-    count = (chunks >= 0).sum((-1, -2)).clamp(min=1)
-    return {name: t / count.view(*count.shape, *[1] * (t.dim() - count.dim())) for name, t in total.items()}
+    return total, (chunks >= 0).sum((-1, -2)).clamp(min=1)
 
 
 def train_block(

@@ -47,11 +47,14 @@ class SeededDropout(TorchFunctionMode):
     def _drop(
         self, channels: bool, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
-        if not training or p == 0 or self.seed is None:
+        before = None if channels else fusion.before_relu(input)
+        if not training or p == 0:
             return input
+        if self.seed is None:  # the fused kernel all the same, for the sake of its layout: nothing is dropped
+            nothing = torch.zeros((), dtype=torch.int32, device=input.device)
+            return input if before is None else fusion.relu_dropout(before, nothing, 0.0)
         self.calls += 1
         key = hash32((self.seed + self.step * 0x1E3779B1 + self.calls * 0x05EBCA77).to(torch.int32))
-        before = None if channels else fusion.before_relu(input)
         if before is not None:
             return fusion.relu_dropout(before, key, p)
         shape = torch.Size([*input.shape[:2], *[1] * (input.dim() - 2)]) if channels else input.shape

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fedblur.batches import plan_work
+from fedblur.capturing import forget_recordings
 from fedblur.client import Block, ClientJob, train_block
 from fedblur.clipping import Bounded
 from fedblur.data.population import Population, Shard
@@ -61,13 +62,20 @@ class LocalEngine:
             try:
                 block = self._train(job, shard, ids, chosen, rng)
             except torch.OutOfMemoryError:
-                if len(chosen) == 1:
+                if not self._made_room(len(chosen)):
                     raise
-                self.block_size = len(chosen) // 2
-                torch.cuda.empty_cache()
                 continue
             yield block
             waiting = waiting[len(chosen) :]
+
+    def _made_room(self, clients: int) -> bool:
+        """Recorded steps are let go first; where there are none, the block is halved, down to one client."""
+        if not forget_recordings():
+            if clients == 1:
+                return False
+            self.block_size = clients // 2
+        torch.cuda.empty_cache()
+        return True
 
     def _train(self, job: ClientJob, shard: Shard, ids: Tensor, chosen: Tensor, rng: Rng) -> Block:
         fill = self._filled(len(chosen)) - len(chosen)

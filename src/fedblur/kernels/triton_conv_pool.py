@@ -209,7 +209,7 @@ def input_grad_tiles(g: Geometry) -> Tiles:
 
 def weight_grad_tiles(g: Geometry) -> Tiles:
     if g.channels < 16:
-        return Tiles(tile(g.outputs, 32), tile(g.pool_patch, MAX_PATCH), 128, 2, 1)
+        return Tiles(tile(g.outputs, 32), tile(g.pool_patch, MAX_PATCH), 64, 2, 2)
     return Tiles(tile(g.outputs, 64), 64, 64, 4, 2)
 
 
