@@ -28,4 +28,5 @@ def test_audit_results__cover_three_methods_at_three_epsilons() -> None:
     real = [read(path) for path in RESULTS if not read(path)["noise_removed"]]
     settings = {(result["name"].split(" | ")[0], round(result["claimed_epsilon"])) for result in real}
     assert len(settings) == 9
-    assert len(real) >= 18
+    assert len(real) == 36
+    assert {path.parent.name for path in RESULTS} == {"digits", "emnist"}
