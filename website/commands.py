@@ -13,7 +13,9 @@ from fedblur.cli import app
 
 def reference() -> str:
     """Every command with its usage, arguments and options, as Markdown."""
-    return "\n".join(line for path, command in _walk("fedblur", typer.main.get_command(app)) for line in _page(path, command))
+    return "\n".join(
+        line for path, command in _walk("fedblur", typer.main.get_command(app)) for line in _page(path, command)
+    )
 
 
 def _walk(path: str, command: Any) -> Iterator[tuple[str, Any]]:
@@ -28,7 +30,9 @@ def _page(path: str, command: Any) -> Iterator[str]:
     yield f"## `{path}`\n" if path == "fedblur" or groups else f"### `{path}`\n"
     yield inspect.cleandoc(command.help or "") + "\n"
     if not groups:
-        arguments = "".join(f" {_argument(parameter)}" for parameter in shown if parameter.param_type_name == "argument")
+        arguments = "".join(
+            f" {_argument(parameter)}" for parameter in shown if parameter.param_type_name == "argument"
+        )
         yield f"`{path}{arguments} [options]`\n"
     rows = [_row(parameter) for parameter in shown]
     if rows:

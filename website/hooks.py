@@ -18,7 +18,11 @@ from website import api, commands, source  # noqa: E402
 from website.layout import BESIDE, BrokenLink, Target, home  # noqa: E402
 from website.markdown import targets, translate  # noqa: E402
 
-GENERATED = {"<!-- made from the command line -->": commands.reference, "<!-- made from __all__ -->": api.reference}
+GENERATED = {
+    "<!-- made from the command line -->": commands.reference,
+    "<!-- made from __all__ -->": api.reference,
+    "<!-- made from benchmarks/results/cpu.md -->": lambda: _tables(ROOT / "benchmarks/results/cpu.md"),
+}
 
 
 def on_config(config: MkDocsConfig) -> None:
@@ -49,6 +53,11 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
                     files.append(_file(target, config))
         except BrokenLink as error:
             raise PluginError(f"{home(page.src_uri)}: {error}") from None
+
+
+def _tables(path: Path) -> str:
+    """What a file of results says, without its own heading and picture."""
+    return "\n".join(line for line in path.read_text().splitlines() if not line.startswith(("#", "![")))
 
 
 def _file(target: Target, config: MkDocsConfig) -> File:

@@ -4,34 +4,43 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from website.layout import Target, resolve
 
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>(?:[^\[\]`]|`[^`]*`)*)\]\((?P<link>[^()\s]+)\)")
-_FENCE = re.compile(r"^ *(```+|~~~+)")
+_FENCED = re.compile(r"^(?P<indent> *)(?P<mark>```+|~~~+).*?^(?P=indent)(?P=mark) *$\n?", re.MULTILINE | re.DOTALL)
 _ITEM = re.compile(r"^ *([-*]|\d+\.) ")
 
 
 def translate(markdown: str, page: str, uri: str) -> str:
     """A page of the repository as the site's page at `uri`."""
-    return _outside_fences(_with_blank_lines(markdown), lambda text: _LINK.sub(lambda m: _link(m, page, uri), text))
+    pieces = (text if fenced else _prose(text, page, uri) for text, fenced in _pieces(markdown))
+    return "".join(pieces)
 
 
 def targets(markdown: str, page: str) -> Iterator[Target]:
     """Everything in the repository that a page links to."""
-    found: list[Target] = []
-
-    def note(text: str) -> str:
-        for match in _LINK.finditer(text):
+    for text, fenced in _pieces(markdown):
+        for match in () if fenced else _LINK.finditer(text):
             target = resolve(match["link"], page, match["text"])
             if target is not None:
-                found.append(target)
-        return text
+                yield target
 
-    _outside_fences(markdown, note)
-    yield from found
+
+def _pieces(markdown: str) -> Iterator[tuple[str, bool]]:
+    """A page in pieces; fenced blocks are marked, and stay as they are."""
+    end = 0
+    for match in _FENCED.finditer(markdown):
+        yield markdown[end : match.start()], False
+        yield match[0], True
+        end = match.end()
+    yield markdown[end:], False
+
+
+def _prose(text: str, page: str, uri: str) -> str:
+    return _LINK.sub(lambda match: _link(match, page, uri), _with_blank_lines(text))
 
 
 def _link(match: re.Match[str], page: str, uri: str) -> str:
@@ -45,34 +54,14 @@ def _link(match: re.Match[str], page: str, uri: str) -> str:
     return f"{match['image']}[{match['text']}]({where}{'#' + anchor if anchor else ''})"
 
 
-def _outside_fences(markdown: str, change: Callable[[str], str]) -> str:
-    lines, fence = [], ""
-    for line in markdown.split("\n"):
-        mark = _FENCE.match(line)
-        if fence:
-            fence = "" if mark and mark[1].startswith(fence) else fence
-            lines.append(line)
-            continue
-        fence = mark[1] if mark else ""
-        lines.append(line if mark else change(line))
-    return "\n".join(lines)
-
-
-def _with_blank_lines(markdown: str) -> str:
+def _with_blank_lines(text: str) -> str:
     """Lists and tables that follow a paragraph at once get the blank line that mkdocs wants."""
     lines: list[str] = []
-    previous = ""
-
-    def part(line: str) -> str:
-        nonlocal previous
-        starts = (_ITEM.match(line) and not _in_list(previous)) or (line[:1] == "|" and previous[:1] not in ("|", "#"))
-        blank = "\n" if starts and previous.strip() else ""
-        previous = line
-        return blank + line
-
-    lines.append(_outside_fences(markdown, part))
+    for line in text.split("\n"):
+        before = lines[-1] if lines else ""
+        new_list = _ITEM.match(line) and not (_ITEM.match(before) or before.startswith(" "))
+        new_table = line[:1] == "|" and before[:1] != "|"
+        if before.strip() and (new_list or new_table):
+            lines.append("")
+        lines.append(line)
     return "\n".join(lines)
-
-
-def _in_list(line: str) -> bool:
-    return bool(_ITEM.match(line)) or line.startswith(" ")

@@ -11,9 +11,9 @@ from pygments.lexers import PythonLexer
 
 def page(path: Path, name: str) -> str:
     """A Python file as a page; line 12 has the anchor L12."""
-    marked = highlight(path.read_text(), PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)).rstrip("\n").split("\n")
+    marked = highlight(path.read_text(), PythonLexer(stripnl=False), HtmlFormatter(nowrap=True))
     lines = "".join(  # no line breaks between them: each is a block of its own
         f'<span id="L{n}" class="source-line"><a class="source-number" href="#L{n}">{n:4}</a> {line}</span>'
-        for n, line in enumerate(marked, 1)
+        for n, line in enumerate(marked.rstrip("\n").split("\n"), 1)
     )
     return f'# `{name}`\n\n<div class="highlight source"><pre><code>{lines}</code></pre></div>\n'

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from markdown_it import MarkdownIt
+from markdown_it.token import Token
 
 ROOT = Path(__file__).resolve().parents[2]
-BESIDE = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "papers/beyond/README.md", "papers/cheng2022/README.md"]
+BESIDE = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", *(f"papers/{p}/README.md" for p in ("beyond", "cheng2022"))]
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")) + BESIDE
-_COMMENT = re.compile(r"<!--\s*(?P<all>every (?P<language>\w+) block: )?(?P<kind>not run|run by|exits with)[: ]\s*(?P<what>.*?)\s*-->")
+_COMMENT = re.compile(
+    r"<!--\s*(?P<all>every (?P<language>\w+) block: )?"
+    r"(?P<kind>not run|run by|exits with)[: ]\s*(?P<what>.*?)\s*-->"
+)
 _TITLE = re.compile(r'title="([^"]+)"')
 
 
@@ -56,13 +60,13 @@ def read_blocks(page: str) -> list[Block]:
     return blocks
 
 
-def _block(page: str, token: object, said: dict[str, str], shows_output: bool) -> Block:
-    title = _TITLE.search(token.info)  # type: ignore[attr-defined]
+def _block(page: str, token: Token, said: dict[str, str], shows_output: bool) -> Block:
+    title = _TITLE.search(token.info)
     return Block(
         page=page,
-        line=token.map[0] + 1,  # type: ignore[attr-defined]
-        language=token.info.split(" ")[0],  # type: ignore[attr-defined]
-        text=token.content,  # type: ignore[attr-defined]
+        line=token.map[0] + 1,
+        language=token.info.split(" ")[0],
+        text=token.content,
         title=title[1] if title else "",
         not_run=said.get("not run", ""),
         run_by=said.get("run by", ""),

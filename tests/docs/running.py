@@ -118,8 +118,7 @@ def compare(shown: str, printed: str, where: str) -> None:
     """… stands for anything, spaces at line ends do not count, percentages may differ by POINTS."""
     shown, printed = _trimmed(shown), _trimmed(printed)
     pattern = "".join(
-        f"({_number})" if number else re.escape(text).replace("…", r"[\s\S]*?")
-        for text, number in _split(shown)
+        f"({_number})" if number else re.escape(text).replace("…", r"[\s\S]*?") for text, number in _split(shown)
     )
     found = re.fullmatch(pattern, printed)
     assert found, f"{where} shows\n{shown}\nbut prints\n{printed}"

@@ -18,7 +18,7 @@ FEW = 12  # blocks that no test runs; raise it only with a reason
 
 @pytest.fixture
 def page_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A new folder and a terminal of 80 columns; parts that a page registers and modules that it writes are forgotten."""
+    """A new folder and a terminal of 80 columns; what a page registers and imports from its folder is forgotten."""
     monkeypatch.chdir(tmp_path)
     for name, value in {"COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb", "MPLBACKEND": "Agg"}.items():
         monkeypatch.setenv(name, value)
