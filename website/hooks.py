@@ -14,13 +14,14 @@ from mkdocs.exceptions import PluginError  # noqa: E402
 from mkdocs.structure.files import File, Files  # noqa: E402
 from mkdocs.structure.pages import Page  # noqa: E402
 
-from website import api, commands, source  # noqa: E402
+from website import api, commands, settings, source  # noqa: E402
 from website.layout import BESIDE, BrokenLink, Target, home  # noqa: E402
 from website.markdown import targets, translate  # noqa: E402
 
 GENERATED = {
     "<!-- made from the command line -->": commands.reference,
     "<!-- made from __all__ -->": api.reference,
+    "<!-- made from the settings -->": settings.reference,
     "<!-- made from benchmarks/results/cpu.md -->": lambda: _tables(ROOT / "benchmarks/results/cpu.md"),
 }
 

@@ -10,8 +10,9 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 ROOT = Path(__file__).resolve().parents[2]
-BESIDE = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", *(f"papers/{p}/README.md" for p in ("beyond", "cheng2022"))]
-PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")) + BESIDE
+BESIDE = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"]
+PAPERS = ["papers/beyond/README.md", "papers/cheng2022/README.md"]
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")) + BESIDE + PAPERS
 _COMMENT = re.compile(
     r"<!--\s*(?P<all>every (?P<language>\w+) block: )?"
     r"(?P<kind>not run|run by|exits with)[: ]\s*(?P<what>.*?)\s*-->"
