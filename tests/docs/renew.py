@@ -41,5 +41,6 @@ if __name__ == "__main__":
     os.environ |= {"COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb", "MPLBACKEND": "Agg", "FEDBLUR_TIMING": "off"}
     with tempfile.TemporaryDirectory() as name:
         os.chdir(name)
+        Path("examples").symlink_to(ROOT / "examples")
         sys.path.insert(0, name)
         print(renew(sys.argv[1], Path(name)), "outputs replaced")
