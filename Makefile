@@ -37,7 +37,7 @@ lint: $(STAMP) ## Style and types only
 check: lint test ## Everything: style, types, tests
 
 docs: $(STAMP) ## Build the documentation site into build/site, warnings as errors
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 docs-serve: $(STAMP) ## Show the site on this machine, and build it anew when a page changes
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --strict --watch src --watch website
