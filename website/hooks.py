@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from website import api, commands, settings, source  # noqa: E402
 from website.layout import BESIDE, BrokenLink, Target, home  # noqa: E402
 from website.markdown import targets, translate  # noqa: E402
 
-GENERATED = {
+GENERATED: dict[str, Callable[[], str]] = {
     "<!-- made from the command line -->": commands.reference,
     "<!-- made from __all__ -->": api.reference,
     "<!-- made from the settings -->": settings.reference,
