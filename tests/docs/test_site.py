@@ -146,7 +146,7 @@ def test_tour__a_quoted_line_that_is_gone_is_an_error() -> None:
     ("link", "becomes"),
     [
         ("[a](../benchmarks/README.md#memory)", "[a](results/benchmarks.md#memory)"),
-        ("![d](../benchmarks/results/cpu.png)", "![d](files/benchmarks/results/cpu.png)"),
+        ("![d](../examples/quickstart.toml)", "![d](files/examples/quickstart.toml)"),
         ("[code](../src/fedblur/round.py)", "[code](source/round.md)"),
         ("[folder](../tests)", "`tests`"),
         ("[c](methods.md) [b](https://example.org)", "[c](methods.md) [b](https://example.org)"),
