@@ -16,8 +16,10 @@ if typing.TYPE_CHECKING:
     from fedblur.data.federation import federation_from_arrays, load_federation
     from fedblur.data.population import Federation
     from fedblur.errors import FedBlurError
+    from fedblur.methods import Method
     from fedblur.planning import Outlook, Setting, outlook
     from fedblur.registry import register
+    from fedblur.report.statement import Statement, write_statement
     from fedblur.setup import Machine
     from fedblur.train import Run, resume, train
 
@@ -28,15 +30,18 @@ _HOMES = {
     "Federation": "data.population",
     "LocalTraining": "config",
     "Machine": "setup",
+    "Method": "methods.base",
     "Outlook": "planning",
     "Run": "train",
     "Setting": "planning",
+    "Statement": "report.statement",
     "federation_from_arrays": "data.federation",
     "load_federation": "data.federation",
     "outlook": "planning",
     "register": "registry",
     "resume": "train",
     "train": "train",
+    "write_statement": "report.statement",
 }
 
 __all__ = [
@@ -45,15 +50,18 @@ __all__ = [
     "Federation",
     "LocalTraining",
     "Machine",
+    "Method",
     "Outlook",
     "Run",
     "Setting",
+    "Statement",
     "federation_from_arrays",
     "load_federation",
     "outlook",
     "register",
     "resume",
     "train",
+    "write_statement",
 ]
 
 
