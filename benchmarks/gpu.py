@@ -10,6 +10,7 @@ PyTorch loop over clients, the way peers train.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import time
 from collections.abc import Callable
@@ -176,7 +177,7 @@ def measure(key: str, ways: list[str], repeats: int, profile: bool) -> list[dict
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = way != "fp32"
         run: Callable[[], Any]
         if way in PEERS:
-            run = PEERS[way](task, module, population)
+            run = PEERS[way](task, copy.deepcopy(module), population)  # they train it in place
         else:
             run = ours(task, module, population, half=way in ("half", "compiled"), compiled=way.startswith("compiled"))
         torch.cuda.reset_peak_memory_stats()

@@ -235,9 +235,7 @@ def local_update(job: ClientJob, steps: Steps, shard: Shard, work: Work) -> Trai
     return Trained(job.layout.flatten(delta), trained_norm)
 
 
-def _score_gradient(
-    job: ClientJob, steps: Steps, delta: Params, shard: Shard, chunks: Tensor
-) -> tuple[Params, Tensor]:
+def _score_gradient(job: ClientJob, steps: Steps, delta: Params, shard: Shard, chunks: Tensor) -> tuple[Params, Tensor]:
     """Σ ∇f at the end point and over how many samples; chunk by chunk to save memory."""
     total: Params | None = None
     for batch in read_batches(shard.x, shard.y, chunks):
