@@ -39,7 +39,11 @@ class Versus:
         shown = self.p < LEVEL / comparisons
         verdict = "differs" if shown else "no difference shown, which does not mean that there is none"
         share = f" (at {LEVEL:g}/{comparisons} for {comparisons} comparisons)" if comparisons > 1 else ""
-        caution = f"; {self.n} are few: the interval is wide and rests on normal differences" if self.n < FEW else ""
+        caution = (
+            f"; {self.n} are few: the test takes differences to be normal, and so few cannot show it"
+            if self.n < FEW
+            else ""
+        )
         return f"{verdict}{share}; t-test, {what}{caution}"
 
 

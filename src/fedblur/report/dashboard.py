@@ -21,12 +21,13 @@ from markupsafe import Markup
 
 from fedblur.errors import FedBlurError
 from fedblur.report.comparison import Line, compare
-from fedblur.report.figure import Figure, number, percent
+from fedblur.report.figure import Figure, percent
 from fedblur.report.group_charts import group_figures
 from fedblur.report.page import Page
-from fedblur.report.records import Group, Record, grouped
+from fedblur.report.records import Group, Record, flatten, grouped
 from fedblur.report.run_charts import run_figures
-from fedblur.report.statement import page_of, read_statement
+from fedblur.report.statement import page_of, read_statement, rounded_up
+from fedblur.summary import SEEDED
 from fedblur.verification import compose, read_books
 
 MOST_DETAILS = 12  # groups with figures of their own; more would make the page large
@@ -125,19 +126,6 @@ def policy(live: str) -> str:
     return f"default-src 'none'; {rules}; base-uri 'none'; form-action 'none'"
 
 
-def flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """A configuration as `key.of.part: value`, for tables."""
-    rows: list[tuple[str, str]] = []
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            rows += flatten(value, f"{prefix}{key}.")
-        else:
-            rows.append(
-                (f"{prefix}{key}", "–" if value is None else value if isinstance(value, str) else json.dumps(value))
-            )
-    return rows
-
-
 def _detail(key: str, group: Group, public: bool) -> Detail:
     record = group.first
     statement, why = _statement(record)
@@ -165,7 +153,7 @@ def _tiles(record: Record, public: bool) -> list[tuple[str, str, str]]:
     epsilon = summary["privacy"]["epsilon"] if summary else last.get("epsilon")
     tiles = [
         ("Accuracy", percent(accuracy), f"{summary['evaluated_on']} data" if summary else "so far"),
-        ("ε spent", number(None if epsilon is None else float(epsilon)), _delta(summary)),
+        ("ε spent", "–" if epsilon is None else rounded_up(float(epsilon)), _delta(summary)),
         ("Rounds", f"{record.rounds_done:,}", f"of {record.rounds_planned:,}"),
     ]
     if summary:
@@ -196,23 +184,32 @@ def _lead(groups: Sequence[Group], details: Sequence[Detail]) -> str:
         if statement is not None:
             return statement.lead
         last = [row for row in details[0].record.evaluations() if row.get("epsilon") is not None]
-        so_far = f"ε = {last[-1]['epsilon']:.3f} spent by round {last[-1]['round']}" if last else "no ε stated yet"
+        so_far = (
+            f"ε = {rounded_up(last[-1]['epsilon'])} spent by round {last[-1]['round']}" if last else "no ε stated yet"
+        )
         return f"{so_far}; the statement is made when the run has ended"
     spent = [float(s["privacy"]["epsilon"]) for group in groups for r in group.records if (s := r.summary) is not None]
     if not spent:
         return "no run has ended yet"
-    low, high = number(min(spent)), number(max(spent))
+    low, high = rounded_up(min(spent)), rounded_up(max(spent))
     each = f"ε = {low}" if low == high else f"ε from {low} to {high}"
     return f"{len(spent)} finished runs, {each} each, user-level; every run on the same clients adds to what they lose"
 
 
 def _notice(records: Sequence[Record]) -> str:
     """Why some of these runs protect nobody."""
-    found = {str(s["privacy"]["warning"]) for r in records if (s := r.summary) is not None and s["privacy"]["warning"]}
-    if not found and any(record.seed is not None for record in records):
-        found = {"NOT PRIVATE: seeded"}
+    found = [str(s["privacy"]["warning"] or "") if (s := record.summary) else _expected(record) for record in records]
+    reasons = sorted({words.removeprefix("NOT PRIVATE: ") for words in found if words})
+    if not reasons:
+        return ""
+    who = "" if all(found) else f" ({sum(map(bool, found))} of {len(found)} runs)"
     seeded = " A seed makes noise that can be computed again; ε is that of the same run with secret noise."
-    return "; ".join(sorted(found)) + "." * bool(found) + seeded * any("seeded" in words for words in found)
+    return f"NOT PRIVATE{who}: {'; '.join(reasons)}.{seeded if 'seeded' in reasons else ''}"
+
+
+def _expected(record: Record) -> str:
+    """What a run that goes on will have to say."""
+    return SEEDED if record.seed is not None else ""
 
 
 def _status(records: Sequence[Record]) -> str:
@@ -238,14 +235,14 @@ def _progress(records: Sequence[Record]) -> tuple[int, int] | None:
 def _together(records: Sequence[Record]) -> str:
     """What all runs on these clients cost together, from their ledgers."""
     paths = [record.path for record in records if record.path is not None and record.summary is not None]
-    data = {json.dumps([record.config["dataset"], record.config["data_seed"]], sort_keys=True) for record in records}
+    data = {json.dumps([r.config.get("own"), r.config["dataset"], r.config["data_seed"]]) for r in records}
     if len(paths) < 2 or len(paths) > MOST_COMPOSED or len(data) > 1:
         return ""
     try:
         delta, total = compose([read_books(path) for path in paths])
     except FedBlurError:
         return ""
-    known = [f"{name.upper()} {value:.3g}" for name, value in total.items() if value is not None]
+    known = [f"{name.upper()} {rounded_up(value)}" for name, value in total.items() if value is not None]
     return (
         f"All {len(paths)} runs on these clients together: ε = {', '.join(known)} at δ = {delta:.3g}" if known else ""
     )
@@ -273,6 +270,7 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters["inline"] = lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text)))
     environment.filters["safe_svg"] = Markup
+    environment.filters["epsilon"] = rounded_up
     return environment
 
 

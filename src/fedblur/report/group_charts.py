@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -12,6 +13,7 @@ from fedblur.report.svg import Axis, Series, axis_of, interval_chart, line_chart
 from fedblur.report.svg import percent as whole
 
 STYLES = 8  # lines that can be told apart; more groups are in the table only
+_LONGEST = 48  # letters of a name in a chart
 Point = tuple[float, float, float, float]  # x, mean, lowest, highest over seeds
 
 
@@ -73,10 +75,12 @@ def _over_seeds(group: Group, where: Callable[[Row], float | None]) -> list[Poin
     """Mean and range where seeds were measured at the same place; a group's seeds spend and evaluate alike."""
     found: dict[float, list[float]] = {}
     for record in group.records:
-        for row in record.evaluations():
-            x = where(row)
-            if x is not None and x != float("inf"):
-                found.setdefault(round(float(x), 9), []).append(float(row["accuracy"]))
+        measured = [(where(row), float(row["accuracy"])) for row in record.evaluations()]
+        last = {
+            round(float(x), 9): y for x, y in measured if x is not None and x != math.inf
+        }  # the newest at each place
+        for x, y in last.items():
+            found.setdefault(x, []).append(y)
     return [(x, statistics.mean(ys), min(ys), max(ys)) for x, ys in sorted(found.items())]
 
 
@@ -88,13 +92,25 @@ def _ends(lines: Sequence[Line]) -> Figure | None:
     edges = [edge for _, _, mean, spread in known for edge in (mean - spread, mean + spread)]
     x = axis_of("accuracy at the end, %", edges)
     rows = [(index, mean - spread, mean, mean + spread) for index, _, mean, spread in known]
-    names = [line.group.name for _, line, _, _ in known]
-    words = "; ".join(f"{line.group.name} {mean:.2f} ± {spread:.2f} %" for _, line, mean, spread in known)
+    names = [shortened(line.group.name) for _, line, _, _ in known]
+    words = "; ".join(f"{line.group.name} {_score(line)} %" for _, line, _, _ in known)
     return Figure(
         "ends",
         "Accuracy at the end",
         f"{words}. Dots are means, bars one standard deviation over seeds.",
         interval_chart("ends", rows, names, x),
         ("run", "mean %", "std", "seeds"),
-        [[line.group.name, f"{mean:.2f}", f"{spread:.2f}", str(line.seeds)] for _, line, mean, spread in known],
+        [
+            [line.group.name, f"{mean:.2f}", "–" if line.spread is None else f"{spread:.2f}", str(line.seeds)]
+            for _, line, mean, spread in known
+        ],
     )
+
+
+def shortened(name: str) -> str:
+    """A name that fits into a chart."""
+    return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…"
+
+
+def _score(line: Line) -> str:
+    return f"{line.mean:.2f}" + ("" if line.spread is None else f" ± {line.spread:.2f}")

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fedblur.config import canonical, differences
+from fedblur.config import canonical
 from fedblur.errors import RunError
 from fedblur.runfolder import RunFolder
 from fedblur.verification import read_json
 
 Row = dict[str, Any]
+_NAMED = 2  # settings in a group's name, at most
 
 
 @dataclass(frozen=True)
@@ -166,18 +167,33 @@ def grouped(records: Sequence[Record]) -> list[Group]:
 
 
 def _told_apart(groups: list[Group]) -> list[Group]:
-    """Where two groups would have one name, what differs from the first of them is added to it."""
-    firsts: dict[str, Group] = {}
-    named = []
+    """Where groups would have one name, the settings that they differ in are added to it."""
+    same: dict[str, list[Group]] = {}
     for group in groups:
-        first = firsts.setdefault(group.name, group)
-        if first is group:
-            named.append(group)
-            continue
-        changed = differences(_without_seed(first.records[0].config), _without_seed(group.records[0].config))
-        extra = "; ".join(line.replace(": ", " ").replace("'", "") for line in changed[:3])
-        named.append(replace(group, label=f"{group.label} ({extra or group.records[0].name})"))
-    return named
+        same.setdefault(group.name, []).append(group)
+    return [replace(group, label=_with_settings(group, same[group.name])) for group in groups]
+
+
+def _with_settings(group: Group, alike: Sequence[Group]) -> str:
+    if len(alike) == 1:
+        return group.label
+    tables = [dict(flatten(_without_seed(each.records[0].config))) for each in alike]
+    own = dict(flatten(_without_seed(group.records[0].config)))
+    keys = [key for key in own if any(table.get(key) != own[key] for table in tables)]
+    words = ", ".join(f"{key} = {own[key]}" for key in keys[:_NAMED]) or group.records[0].name
+    return f"{group.label} ({words}{', …' if len(keys) > _NAMED else ''})"
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """A configuration as `key.of.part: value`, for tables."""
+    rows: list[tuple[str, str]] = []
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            rows += flatten(value, f"{prefix}{key}.")
+        else:
+            text = "–" if value is None else value if isinstance(value, str) else json.dumps(value)
+            rows.append((f"{prefix}{key}", text))
+    return rows
 
 
 def _settings(config: Mapping[str, Any]) -> str:

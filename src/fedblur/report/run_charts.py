@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from fedblur.report.figure import DRAWN, Figure, number, percent, table, thin
 from fedblur.report.records import Record
-from fedblur.report.svg import Axis, Rule, Series, axis_of, bar_chart, line_chart
+from fedblur.report.svg import Axis, Series, axis_of, bar_chart, line_chart
 from fedblur.report.svg import percent as whole
 
 SHARE = Axis("", 0.0, 1.0, write=whole)
@@ -22,26 +22,30 @@ def run_figures(record: Record, key: str, public: bool) -> list[Figure]:
 
 def norms(record: Record, key: str) -> Figure | None:
     """The distribution of update norms before clipping, round by round, with the clip norm drawn in."""
-    limit = dict(record.local_only("clip_norm"))
-    known = [(t, q, limit[t]) for t, q in record.local_only("norm_quantiles") if t in limit and q[0] > 0]
-    points = thin(known, DRAWN)
+    known = [(t, q) for t, q in record.local_only("norm_quantiles") if q[0] > 0]
+    points, limit = thin(known, DRAWN), dict(record.local_only("clip_norm"))
     if not points:
         return None
-    xs, quantiles = [t for t, _, _ in points], [q for _, q, _ in points]
-    bounds = [s for _, _, s in points]
+    xs, quantiles = [t for t, _ in points], [q for _, q in points]
+    bounds = [limit[t] for t in xs if t in limit]  # none without a clip norm
     columns = [[q[index] for q in quantiles] for index in range(5)]
     bands = [(columns[0], columns[4]), (columns[1], columns[3])]
-    series = [Series("median", xs, columns[2], 0, bands), Series("clip norm S", xs, bounds, 1)]
+    bounded = len(bounds) == len(xs)
+    series = [Series("median", xs, columns[2], 0, bands), *([Series("S", xs, bounds, 1)] if bounded else [])]
     everything = [*columns[0], *columns[4], *bounds]
     y = axis_of("norm", everything, log=max(everything) > 8 * min(everything), zero=True)
     tips = [
-        f"round {t}: median {number(q[2])}, half between {number(q[1])} and {number(q[3])}, S = {number(s)}"
-        for t, q, s in points
+        f"round {t}: median {number(q[2])}, half between {number(q[1])} and {number(q[3])}, S = {number(limit.get(t))}"
+        for t, q in points
     ]
-    first, last = quantiles[0], quantiles[-1]
     words = (
-        f"The median norm goes from {number(first[2])} in round {xs[0]} to {number(last[2])} in round {xs[-1]}; "
-        f"the clip norm is {number(bounds[-1])}. Whatever lies above it is scaled down."
+        f"The median norm goes from {number(quantiles[0][2])} in round {xs[0]} to {number(quantiles[-1][2])} in round "
+        f"{xs[-1]}; "
+        + (
+            f"the clip norm is {number(bounds[-1])}. What lies above is scaled down."
+            if bounded
+            else "nothing is clipped."
+        )
     )
     return Figure(
         f"{key}-norms",
@@ -49,8 +53,8 @@ def norms(record: Record, key: str) -> Figure | None:
         words,
         line_chart(f"{key}-norms", series, axis_of("round", xs), y, tips=tips),
         ("round", "5 %", "25 %", "median", "75 %", "95 %", "clip norm"),
-        table([str(t), *map(number, q), number(s)] for t, q, s in points),
-        (("line s0", "median"), ("band s0", "middle half, and 5 to 95 %"), ("line s1", "clip norm S")),
+        table([str(t), *map(number, q), number(limit.get(t))] for t, q in points),
+        (("line s0", "median"), ("band s0", "middle half, and 5 to 95 %"), *((("line s1", "clip norm S"),) * bounded)),
         local_only=True,
     )
 
@@ -122,9 +126,10 @@ def classes(record: Record, key: str) -> Figure | None:
         "Accuracy by class",
         f"From {percent(worst[0])} (class {worst[1]}) to {percent(best[0])} (class {best[1]}), {percent(mean)} on "
         "average; held-out data, last round.",
-        bar_chart(f"{key}-classes", shares, names, "class", SHARE, [Rule("mean", mean)], tips),
+        bar_chart(f"{key}-classes", shares, names, "class", SHARE, [mean], tips),
         ("class", "accuracy", "samples"),
         [[name, percent(share), str(n)] for name, share, n in zip(names, shares, counts)],
+        (("rule", "mean"),),
         local_only=True,
     )
 

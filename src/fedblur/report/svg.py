@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 WIDTH, HEIGHT = 440, 270
-LEFT, RIGHT, TOP, BOTTOM = 50, 12, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 54, 12, 12, 42
 Format = Callable[[float], str]
 
 
@@ -26,14 +26,6 @@ class Series:
     ys: Sequence[float]
     style: int = 0
     bands: Sequence[tuple[Sequence[float], Sequence[float]]] = ()  # (low, high), widest first
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A level that values are compared with."""
-
-    name: str
-    y: float
 
 
 @dataclass(frozen=True)
@@ -106,14 +98,11 @@ def log_ticks(low: float, high: float) -> list[float]:
     return [value for value in found if low <= value <= high]
 
 
-def line_chart(
-    name: str, series: Sequence[Series], x: Axis, y: Axis, rules: Sequence[Rule] = (), tips: Sequence[str] = ()
-) -> str:
+def line_chart(name: str, series: Sequence[Series], x: Axis, y: Axis, tips: Sequence[str] = ()) -> str:
     """Lines over an axis; `tips` are the words for each x of the first series."""
     parts = [_grid(x, y)]
     for each in series:
         parts += [_band(each.xs, low, high, each.style, x, y) for low, high in each.bands]
-    parts += [_rule(rule, y) for rule in rules]
     parts += [_line(each, x, y) for each in series]
     if series and tips:
         parts.append(_hits([x.x(value) for value in series[0].xs], tips))
@@ -121,7 +110,7 @@ def line_chart(
 
 
 def bar_chart(name: str, heights: Sequence[float | None], names: Sequence[str], x_label: str, y: Axis,
-              rules: Sequence[Rule] = (), tips: Sequence[str] = ()) -> str:  # fmt: skip
+              rules: Sequence[float] = (), tips: Sequence[str] = ()) -> str:  # fmt: skip
     """A column for each name; None leaves a gap."""
     wide = (WIDTH - LEFT - RIGHT) / max(1, len(names))
     centres = [LEFT + wide * (index + 0.5) for index in range(len(names))]
@@ -198,11 +187,10 @@ def _band(xs: Sequence[float], lows: Sequence[float], highs: Sequence[float], st
     return f'<path class="band s{style}" d="M{"L".join([*up, *reversed(down)])}Z"/>'
 
 
-def _rule(rule: Rule, y: Axis) -> str:
-    at = y.y(rule.y)
-    where = at - 5 if at > TOP + 16 else at + 14
-    line = f'<line class="rule" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at}" y2="{at}"/>'
-    return f'{line}<text class="rule end" x="{WIDTH - RIGHT}" y="{where:.1f}">{escape(rule.name)}</text>'
+def _rule(level: float, y: Axis) -> str:
+    """A level that all is compared with."""
+    at = y.y(level)
+    return f'<line class="rule" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at}" y2="{at}"/>'
 
 
 def _hits(at: Sequence[float], tips: Sequence[str]) -> str:

@@ -44,9 +44,9 @@ const show = (text) => {
   const old = parts(document), fresh = parts(page);
   document.title = page.title;
   if ([...old.keys()].join() === [...fresh.keys()].join()) {
-    for (const [key, part] of fresh) if (old.get(key).outerHTML !== part.outerHTML) {
+    for (const [key, part] of fresh) {
       const now = old.get(key);
-      if (now.querySelector("details[open]") || now.outerHTML.replaceAll(' open=""', "") !== part.outerHTML) swap(now, part);
+      if (now.outerHTML.replaceAll(' open=""', "") !== part.outerHTML) swap(now, part);
     }
     return;
   }
