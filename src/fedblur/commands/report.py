@@ -43,9 +43,9 @@ def watch(
 ) -> None:
     """Serve the report of a run on this machine, and keep it up to date while the run goes on. Ctrl-C ends it."""
     console = Console(soft_wrap=True)
-    with serve(Live(run), port) as server:
-        console.print(f"Watching {run} at http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)", highlight=False)
-        try:
+    try:
+        with serve(Live(run), port) as server:
+            console.print(f"Watching {run} at http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)", highlight=False)
             server.serve_forever(poll_interval=0.2)
-        except KeyboardInterrupt:
-            console.print("stopped watching; the run itself is not touched", highlight=False)
+    except KeyboardInterrupt:
+        console.print("stopped watching; the run itself is not touched", highlight=False)
