@@ -40,9 +40,11 @@ def _accuracy(
         xs, means, lows, highs = ([point[column] for point in points] for column in range(4))
         series.append(Series(group.name, xs, means, index, [(lows, highs)] if len(group.records) > 1 else []))
         rows += table([group.name, f"{x:.4g}", percent(mean)] for x, mean, _, _ in points)
-    ends = "; ".join(f"{group.name} ends at {percent(points[-1][1])}" for _, group, points in lines)
+    ends = "; ".join(_course(group, label, points) for _, group, points in lines)
     several = any(len(group.records) > 1 for group in groups)
     shaded = " Mean over seeds, shaded from the lowest to the highest." if several else ""
+    if any("stage" in row for group in groups for row in group.records[0].rows) and label == "round":
+        shaded += " A run in stages (voting, a search) counts parts of its last stage instead of rounds."
     everything = [x for each in series for x in each.xs]
     x = axis_of(label, everything, zero=label != "round")
     drawn = line_chart(key, series, x, _height(series), tips=_tips(label, lines))
@@ -50,6 +52,12 @@ def _accuracy(
     header = ("run", label, "accuracy")
     one = len(lines) == 1
     return Figure(key, title, f"{ends}.{shaded}", drawn, header[one:], [row[one:] for row in rows], legend)
+
+
+def _course(group: Group, label: str, points: Sequence[Point]) -> str:
+    """Where a line begins and where it ends, in words."""
+    (first, low, *_), (last, high, *_) = points[0], points[-1]
+    return f"{group.name}: {percent(low)} at {label} {first:.3g}, {percent(high)} at {label} {last:.3g}"
 
 
 def _height(series: Sequence[Series]) -> Axis:
