@@ -192,7 +192,7 @@ def test_browser__watch_follows_a_run_without_loading_the_page_again(
     browser: Any, watched: str, tmp_path: Path
 ) -> None:
     opened = Opened(browser, watched, "light", 1280)
-    page, status = opened.page, opened.page.locator("[role=status]")
+    page, status = opened.page, opened.page.locator(".status")
     assert "waiting for" in status.inner_text()
     page.evaluate("window.sameDocument = true")
     flags = ["--clients", "359", "--rounds", "400", "--sample-rate", "0.2", "--set", "eval_every=10", "--quiet"]
@@ -206,7 +206,7 @@ def test_browser__watch_follows_a_run_without_loading_the_page_again(
         assert run.poll() is None  # it was still going on
         assert status.inner_text() != first
         assert page.locator("#by-round-data table").is_visible()  # what was open stays open
-        page.wait_for_function("document.querySelector('[role=status]').textContent === 'Complete'", timeout=60_000)
+        page.wait_for_function("document.querySelector('.status').textContent === 'Complete'", timeout=60_000)
         assert run.wait(timeout=30) == 0
     assert page.evaluate("window.sameDocument") is True
     assert page.locator("#g0-clients").count() == 1

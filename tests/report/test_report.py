@@ -142,7 +142,7 @@ def test_report__of_a_run_that_goes_on_shows_what_there_is(copy: Path) -> None:
     rows = RunFolder(copy).rounds.read_text().splitlines(keepends=True)
     RunFolder(copy).rounds.write_text("".join(rows[:3]) + '{"round": 4, "eps')
     page = page_of(copy)
-    assert '<p class="status" role="status">round 3 of 6</p>' in page
+    assert '<p class="status">round 3 of 6</p>' in page
     assert '<progress value="3" max="6"' in page
     assert "spent by round 3" in page
     assert "The run has not ended" in page

@@ -149,11 +149,12 @@ def _statement(record: Record) -> tuple[Any, str]:
 def _tiles(record: Record, public: bool) -> list[tuple[str, str, str]]:
     summary, measured = record.summary, record.evaluations()
     last = measured[-1] if measured else {}
+    so_far = f"by round {last['round']:,}" if last else "no round yet"
     accuracy = summary["accuracy"] if summary else last.get("accuracy")
     epsilon = summary["privacy"]["epsilon"] if summary else last.get("epsilon")
     tiles = [
-        ("Accuracy", percent(accuracy), f"{summary['evaluated_on']} data" if summary else "so far"),
-        ("ε spent", "–" if epsilon is None else rounded_up(float(epsilon)), _delta(summary)),
+        ("Accuracy", percent(accuracy), f"{summary['evaluated_on']} data" if summary else so_far),
+        ("ε spent", "–" if epsilon is None else rounded_up(float(epsilon)), _delta(summary) or so_far),
         ("Rounds", f"{record.rounds_done:,}", f"of {record.rounds_planned:,}"),
     ]
     if summary:
@@ -165,7 +166,7 @@ def _tiles(record: Record, public: bool) -> list[tuple[str, str, str]]:
 
 
 def _delta(summary: Mapping[str, Any] | None) -> str:
-    return f"δ = {summary['privacy']['delta']:.3g}, {summary['privacy']['accountant'].upper()}" if summary else "so far"
+    return f"δ = {summary['privacy']['delta']:.3g}, {summary['privacy']['accountant'].upper()}" if summary else ""
 
 
 def _title(groups: Sequence[Group]) -> str:
