@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from fedblur.commands import audit, data, deploy, ledger, paper, plan, run, statement, table, tune
+from fedblur.commands import audit, data, deploy, ledger, paper, plan, report, run, statement, table, tune
 from fedblur.engines.distributed import rank
 from fedblur.errors import FedBlurError
 from fedblur.version import version
@@ -54,6 +54,8 @@ app.command("paper")(paper.paper)
 app.command("tune")(tune.tune)
 app.command("audit")(audit.audit_)
 app.command("statement")(statement.statement)
+app.command("report")(report.report)
+app.command("watch")(report.watch)
 app.add_typer(data.app, name="data")
 app.add_typer(ledger.app, name="ledger")
 app.add_typer(deploy.app, name="deploy")

@@ -45,6 +45,18 @@ def accuracy_by_client(
     return torch.zeros(len(sizes), dtype=torch.float64).index_add_(0, owner, hits) / sizes
 
 
+@torch.no_grad()
+def accuracy_by_class(
+    forward: Forward, theta: Params, samples: Samples, classes: int, methods: tuple[Method, ...] = (), views: int = 1
+) -> tuple[Tensor, Tensor]:
+    """(accuracy [classes] float64, samples [classes] int64) on the CPU; NaN where a class has no samples."""
+    predictions = _predictions(forward, theta, samples, methods, views)
+    hits = torch.cat([logits.argmax(1) == y for logits, y in predictions]).double().cpu()
+    labels = samples.y.cpu()
+    counts = torch.bincount(labels, minlength=classes)
+    return torch.zeros(classes, dtype=torch.float64).index_add_(0, labels, hits) / counts, counts
+
+
 def _predictions(
     forward: Forward, theta: Params, samples: Samples, methods: tuple[Method, ...], views: int
 ) -> Iterator[tuple[Tensor, Tensor]]:

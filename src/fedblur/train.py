@@ -23,9 +23,9 @@ from fedblur.data.population import Federation
 from fedblur.engines import Processes, suitable_threads
 from fedblur.engines.distributed import Ranks, demand_one_process, together
 from fedblur.errors import DivergedError, LostRankError, PrivacyError, RoundAborted, RunError
-from fedblur.evaluation import evaluate
 from fedblur.functional import initial_vector, load_vector
 from fedblur.ledger import demand_anchor
+from fedblur.measuring import measure, measure_fairness
 from fedblur.round import client_job, run_round, sum_clients
 from fedblur.runfolder import RunFolder
 from fedblur.server import ServerState, published
@@ -261,6 +261,8 @@ def _row(setup: Setup, state: ServerState, local_only: dict[str, Any], began: fl
         row["accuracy"], row["loss"] = measure(setup, state)
     row["seconds"] = round(time.perf_counter() - began, 4)
     row["local_only"] = local_only
+    if state.round == config.rounds:
+        row["local_only"] |= measure_fairness(setup, state)
     return row
 
 
@@ -272,13 +274,6 @@ def _demand_finite(row: Row, config: Config) -> None:
             f"all {cohort} updates of round {row['round']} were NaN or infinite and counted as zero; "
             f"lower local.learning_rate={config.local.learning_rate:g} or check the data"
         )
-
-
-def measure(setup: Setup, state: ServerState) -> tuple[float, float]:
-    """Accuracy and loss of the model that this state publishes."""
-    theta = setup.protocol.layout.unflatten(published(state, setup.config.averaging))
-    config = setup.config
-    return evaluate(setup.protocol.forward, theta, setup.held_out, config.method, config.test_views)
 
 
 def _finish(folder: RunFolder, setup: Setup, state: ServerState, rows: list[Row]) -> Run:

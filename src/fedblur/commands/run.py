@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
@@ -13,12 +15,14 @@ from fedblur.config import apply_overrides, canonical, from_dict, parse_value, r
 from fedblur.engines.distributed import rank
 from fedblur.engines.local import EngineName
 from fedblur.errors import ConfigError
+from fedblur.loggers import with_loggers
 from fedblur.report.progress import RunProgress
 from fedblur.report.statement import write_statement
 from fedblur.report.text import print_summary
 from fedblur.setup import Machine, Precision
 from fedblur.train import Run, default_folder, train
 from fedblur.train import resume as resume_run
+from fedblur.watching import Watcher
 
 DataDir = Annotated[Path | None, typer.Option(help="Folder with data sets in the hub's layout.", envvar="FEDBLUR_DATA")]
 Device = Annotated[str, typer.Option(help='Where to compute: "auto", "cpu", "cuda", "cuda:1".')]
@@ -33,6 +37,9 @@ RankTimeout = Annotated[float, typer.Option(help="Under torchrun: seconds that p
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Any other setting: clip_norm=0.3, method.blur.strength=0.8."),
+]
+LoggerOption = Annotated[
+    list[str] | None, typer.Option("--logger", metavar="NAME", help="tensorboard or mlflow, local only; repeatable.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress display.")]
@@ -64,6 +71,7 @@ def run(
     engine: EngineOption = "auto",
     precision: PrecisionOption = "auto",
     rank_timeout: RankTimeout = 600.0,
+    logger: LoggerOption = None,
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -82,8 +90,8 @@ def run(
     resolved = from_dict(apply_overrides(table, set_ or []))
     folder = out or default_folder(resolved)
     machine = make_machine(device, engine, data_dir, precision, rank_timeout)
-    with RunProgress(resolved.rounds, quiet or json_ or rank() > 0) as progress:
-        done = train(resolved, out=folder, machine=machine, watch=progress, tell=progress.note)
+    with _watched(RunProgress(resolved.rounds, quiet or json_ or rank() > 0), logger, folder) as (progress, watch):
+        done = train(resolved, out=folder, machine=machine, watch=watch, tell=progress.note)
     _show(done, json_)
 
 
@@ -94,15 +102,26 @@ def resume(
     engine: EngineOption = "auto",
     precision: PrecisionOption = "auto",
     rank_timeout: RankTimeout = 600.0,
+    logger: LoggerOption = None,
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Go on with a run that was stopped or killed, from its last whole checkpoint."""
     tell = Console(stderr=True).print
     machine = make_machine(device, engine, data_dir, precision, rank_timeout)
-    with RunProgress(None, quiet or json_ or rank() > 0) as progress:
-        done = resume_run(path, machine=machine, watch=progress, tell=tell)
+    with _watched(RunProgress(None, quiet or json_ or rank() > 0), logger, path) as (_, watch):
+        done = resume_run(path, machine=machine, watch=watch, tell=tell)
     _show(done, json_)
+
+
+@contextmanager
+def _watched(display: RunProgress, loggers: list[str] | None, folder: Path) -> Iterator[tuple[RunProgress, Watcher]]:
+    """The display and the loggers of a run; they are checked before anything starts."""
+    names = loggers or [] if rank() == 0 else []
+    with with_loggers(names, folder, display) as (watch, note), display as progress:
+        if note:
+            progress.note(note)
+        yield progress, watch
 
 
 def _read(path: Path | None) -> dict[str, Any]:

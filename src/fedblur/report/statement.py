@@ -58,10 +58,10 @@ class Statement:
         """The whole claim in a line."""
         delta, other = self.books.budget.delta, "rdp" if self.books.budget.accountant == "pld" else "pld"
         main, second = self.epsilons()[self.books.budget.accountant], self.epsilons()[other]
-        also = "" if second is None else f"; {other.upper()} {_number(second)}"
+        also = "" if second is None else f"; {other.upper()} {rounded_up(second)}"
         verified = "ledger verified" if not self.findings else "LEDGER NOT VERIFIED"
         claim = (
-            f"ε = {_number(main)} at δ = {delta:.3g} ({self.books.budget.accountant.upper()}{also}), "
+            f"ε = {rounded_up(main)} at δ = {delta:.3g} ({self.books.budget.accountant.upper()}{also}), "
             f"{self.privacy['adjacency']}, {_count(len(self.books.spends), 'release')}, {verified}"
         )
         return f"{self.not_private.upper()} (with secret noise: {claim})" if self.not_private else claim
@@ -139,7 +139,10 @@ def _claim(statement: Statement) -> Section:
     epsilons, delta, clients = statement.epsilons(), statement.books.budget.delta, statement.summary["clients"]
     rho = zcdp(statement.books.event())
     each = [
-        (f"ε by {name.upper()}", "this accountant has no bound for this mechanism" if value is None else _number(value))
+        (
+            f"ε by {name.upper()}",
+            "this accountant has no bound for this mechanism" if value is None else rounded_up(value),
+        )
         for name, value in epsilons.items()
     ]
     share = delta * clients
@@ -240,7 +243,7 @@ def _tuning(statement: Statement) -> Section:
     rows.append(("settings", "; ".join(filter(None, (recorded, statement.tuning))) or unknown))
     if statement.also:
         delta, total = compose([statement.books, *statement.also])
-        figures = ", ".join(f"{name.upper()} {_number(value)}" for name, value in total.items() if value is not None)
+        figures = ", ".join(f"{name.upper()} {rounded_up(value)}" for name, value in total.items() if value is not None)
         rows.append((f"all {1 + len(statement.also)} runs together", f"ε = {figures} at δ = {delta:.4g}"))
     text = (
         "Every run on the same clients adds to what they lose, failed ones and those for tuning too. The claim above "
@@ -286,10 +289,11 @@ def _audits(run: Path) -> list[tuple[str, str]]:
     return rows
 
 
-def _number(value: float | None) -> str:
+def rounded_up(value: float | None) -> str:
+    """An ε as text, never smaller than it is."""
     if value is None:
         return "no bound"
-    return f"{math.ceil(1000 * value - 1e-6) / 1000:.3f}" if math.isfinite(value) else "∞"  # never rounded down
+    return f"{math.ceil(1000 * value - 1e-6) / 1000:.3f}" if math.isfinite(value) else "∞"
 
 
 def _count(count: int, word: str) -> str:

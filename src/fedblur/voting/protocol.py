@@ -23,6 +23,7 @@ from fedblur.data.population import Federation
 from fedblur.engines import suitable_threads
 from fedblur.errors import RunError
 from fedblur.evaluation import evaluate
+from fedblur.fairness import fairness
 from fedblur.functional import load_vector
 from fedblur.runfolder import RunFolder
 from fedblur.setup import Machine
@@ -165,6 +166,8 @@ class _Office:
                 began = time.perf_counter()
                 student = course.teach(student, settings.student_steps * tick // ticks, election.rng)
                 rows.append(_row("student", tick, ticks) | self._progress(student, began))
+                if tick == ticks:
+                    rows[-1]["local_only"] |= self._fairness(student)
                 self.folder.append_round(rows[-1])
                 self.save(student, labels, figures, tick)
                 self.report(rows[-1])
@@ -181,6 +184,11 @@ class _Office:
     def _measure(self, student: Student) -> tuple[float, float]:
         theta = self.election.layout.unflatten(student.theta)
         return evaluate(self.election.forward, theta, self.election.held_out)
+
+    def _fairness(self, student: Student) -> dict[str, Any]:
+        election = self.election
+        theta = election.layout.unflatten(student.theta)
+        return fairness(election.forward, theta, election.federation, election.held_out)
 
     def _finish(self, student: Student, rows: list[Row], figures: dict[str, Any]) -> Run:
         election = self.election

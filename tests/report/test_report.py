@@ -1,0 +1,203 @@
+"""`fedblur report`: one file that needs nothing else, says what was measured, and can leave out what is local only."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from fedblur.report.dashboard import LOCAL_ONLY, make_report, render
+from fedblur.report.records import find_records
+from fedblur.runfolder import RunFolder
+from tests.cli import invoke
+
+ROOT = Path(__file__).resolve().parents[2]
+SHORT = ("--rounds", 6, "--clients", 60, "--sample-rate", 0.3, "--quiet")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("report") / "run"
+    invoke("run", *SHORT, "--out", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("report") / "table"
+    invoke("table", ROOT / "examples/quickstart.toml", "--set", "rounds=5", "--out", path, "--quiet")
+    return path
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(run, tmp_path / "run"))
+
+
+def page_of(*runs: Path, public: bool = False) -> str:
+    return render(make_report(find_records(runs), public))
+
+
+class Outline(HTMLParser):
+    """What a page has: elements by name, and what it would load."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.figures: list[str] = []
+        self.loads: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        if tag == "figure":
+            self.figures.append(str(found["id"]))
+        self.loads += [str(found[key]) for key in ("src", "href", "data", "poster") if found.get(key)]
+
+
+def test_report__is_one_small_file_that_loads_nothing(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "deep/page.html"
+    assert f"Report: {out}" in invoke("report", run, "--out", out)
+    page = out.read_text()
+    assert out.stat().st_size < 3_000_000
+    assert set(Outline(page).loads) == {"data:,", "#content"}
+    assert "default-src &#39;none&#39;" in page
+    assert "connect-src &#39;none&#39;" in page
+    assert not re.search(r"https?://|@import|url\(", page)
+
+
+def test_report__goes_into_the_run_folder_unless_told_otherwise(copy: Path) -> None:
+    invoke("report", copy)
+    assert (copy / "report.html").exists()
+
+
+def test_report__of_a_run_has_every_chart_with_words_and_numbers(run: Path) -> None:
+    page = page_of(run)
+    keys = ["by-round", "by-epsilon", "g0-norms", "g0-clipped", "g0-signal", "g0-classes", "g0-clients"]
+    assert Outline(page).figures == keys
+    for key in keys:
+        assert f'aria-labelledby="{key}-title {key}-words"' in page
+        assert re.search(rf'id="{key}-words">[^<]{{20,}}', page)
+        assert re.search(rf'id="{key}-data">.*?<tbody>\s*<tr><td>', page, re.DOTALL)
+
+
+def test_report__shows_what_the_run_recorded(run: Path) -> None:
+    page, rows = page_of(run), RunFolder(run).read_rounds()
+    summary = json.loads(RunFolder(run).summary.read_text())
+    assert f"{100 * summary['accuracy']:.1f} %" in page
+    assert f"<td>6</td><td>{rows[-1]['local_only']['norm_quantiles'][0]:.3g}</td>" in page
+    assert json.loads((run / "statement.json").read_text())["ledger"]["head"] in page
+    assert "ε = 2.000 at δ = 0.0167 (PLD; RDP" in page
+    assert "local.learning_rate" in page
+
+
+def test_report__public_is_the_same_page_whatever_the_local_only_figures_are(run: Path, copy: Path) -> None:
+    changed = [row | {"seconds": 99.0, "local_only": {"clipped_share": 0.77}} for row in RunFolder(copy).read_rounds()]
+    RunFolder(copy).rounds.write_text("".join(json.dumps(row) + "\n" for row in changed))
+    summary = json.loads(RunFolder(copy).summary.read_text())
+    RunFolder(copy).write_summary(summary | {"seconds": 99.0, "local_only": {"clipped_share": 0.77}})
+    pages = [re.sub(r"statement made [^<]*", "", page_of(path, public=True)) for path in (run, copy)]
+    assert pages[0] == pages[1]
+    assert Outline(pages[0]).figures == ["by-round", "by-epsilon"]
+    assert LOCAL_ONLY not in pages[0]
+    facts = [json.loads(invoke("report", p, "--public", "--json", "--out", copy / "p.html")) for p in (run, copy)]
+    assert facts[0] == facts[1]
+
+
+def test_report__marks_every_chart_that_no_noise_protects(run: Path) -> None:
+    figures = re.findall(r'<figure class="card" id="([\w-]+)".*?</figcaption>', page_of(run), re.DOTALL)
+    marked = re.findall(
+        rf'<figure class="card" id="([\w-]+)"[^>]*>\s*<figcaption>\s*<h3[^<]*</h3>\s*<p class="badge">{LOCAL_ONLY}',
+        page_of(run),
+    )
+    assert set(figures) - set(marked) == {"by-round", "by-epsilon"}
+
+
+def test_report__of_a_table_compares_its_rows_over_seeds(table: Path) -> None:
+    found = json.loads(invoke("report", table, "--json"))
+    first, second = found["groups"]
+    assert [first["label"], second["label"]] == ["DP-FedAvg", "DP-FedAvg + BLUR + LUS"]
+    assert first["seeds"] == second["seeds"] == second["versus"]["n"] == 3
+    assert second["versus"]["baseline"] == "DP-FedAvg"
+    assert second["versus"]["difference"] == pytest.approx(second["accuracy"] - first["accuracy"])
+    page = (table / "report.html").read_text()
+    assert f"{first['accuracy']:.2f} ± {first['spread']:.2f}" in page
+    assert "All 6 runs on these clients together: ε = PLD" in page
+    assert "NOT PRIVATE: seeded." in page
+    assert len(Outline(page).figures) == 3 + 2 * 5
+
+
+def test_report__of_results_alone_says_that_the_ledger_is_elsewhere(table: Path, tmp_path: Path) -> None:
+    shutil.copytree(table / "results", tmp_path / "kept/results")
+    page = page_of(tmp_path / "kept")
+    assert "Only this run&#39;s result is here, not its ledger" in page
+    assert {"by-round", "ends", "g0-norms", "g1-clipped"} <= set(Outline(page).figures)
+
+
+def test_report__of_a_run_that_goes_on_shows_what_there_is(copy: Path) -> None:
+    RunFolder(copy).summary.unlink()
+    rows = RunFolder(copy).rounds.read_text().splitlines(keepends=True)
+    RunFolder(copy).rounds.write_text("".join(rows[:3]) + '{"round": 4, "eps')
+    page = page_of(copy)
+    assert '<p class="status">round 3 of 6</p>' in page
+    assert '<progress value="3" max="6"' in page
+    assert "spent by round 3" in page
+    assert "The run has not ended" in page
+    RunFolder(copy).rounds.unlink()
+    assert "No round has been evaluated yet" in page_of(copy)
+
+
+def test_report__of_a_stopped_run_says_so(copy: Path) -> None:
+    summary = json.loads(RunFolder(copy).summary.read_text())
+    RunFolder(copy).write_summary(summary | {"status": "stopped after 4 of 6 rounds"})
+    assert "stopped after 4 of 6 rounds" in page_of(copy)
+
+
+@pytest.mark.parametrize(
+    ("flags", "missing"),
+    [
+        (("--method", "fedavg"), {"by-epsilon", "g0-signal"}),
+        (("--set", "clipping=adaptive"), set()),
+        (("--method", "ae-dpfl", "--set", "method.ae-dpfl.student_steps=20"), {"g0-norms", "g0-clipped", "g0-signal"}),
+    ],
+    ids=["no noise", "adaptive", "voting"],
+)
+def test_report__of_other_kinds_of_runs_draws_what_they_have(
+    flags: tuple[object, ...], missing: set[str], tmp_path: Path
+) -> None:
+    invoke("run", *SHORT, *flags, "--out", tmp_path / "run")
+    figures = set(Outline(page_of(tmp_path / "run")).figures)
+    keys = {"by-round", "by-epsilon", "g0-norms", "g0-clipped", "g0-signal", "g0-classes", "g0-clients"}
+    assert keys - figures == missing
+
+
+def test_report__of_a_released_winner_has_nothing_that_is_local_only(copy: Path) -> None:
+    rows = [
+        {k: v for k, v in row.items() if k not in ("local_only", "epsilon")} for row in RunFolder(copy).read_rounds()
+    ]
+    RunFolder(copy).rounds.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert Outline(page_of(copy)).figures == ["by-round"]
+
+
+def test_report__runs_of_one_method_are_told_apart_by_their_settings(run: Path, tmp_path: Path) -> None:
+    invoke("run", *SHORT, "--set", "clip_norm=0.3", "--out", tmp_path / "other")
+    names = [group.name for group in make_report(find_records([run, tmp_path / "other"])).groups]
+    assert names == ["DP-FedAvg (clip_norm = 0.1)", "DP-FedAvg (clip_norm = 0.3)"]
+
+
+def test_report__names_are_text_and_never_markup(copy: Path) -> None:
+    shutil.move(copy, copy.with_name("<script>alert(1)<script>"))
+    page = page_of(copy.with_name("<script>alert(1)<script>"), copy.parent)
+    assert "<script>alert" not in page
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("nowhere", "does not exist; give a run folder"), ("empty", "holds no run: it has no config.json")],
+)
+def test_report__says_what_it_needs(name: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert words in " ".join(invoke("report", tmp_path / name, status=2).split())
