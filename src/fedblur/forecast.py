@@ -51,10 +51,14 @@ class Forecast:
         known = [cell.seconds for cell in left if cell.seconds is not None]
         minutes = (sum(known) + self.compiling) / 60
         unknown = len(left) - len(known)
-        more = f", and {unknown} of unknown time" if unknown else ""
+        parts = []
+        if known:
+            parts.append(f"{len(known)} for about {minutes:.0f} minutes, {self.compiling / 60:.0f} of them compiling")
+        if unknown:
+            parts.append(f"{unknown} of unknown time")
         return (
-            f"{len(self.cells)} cells, {len(self.cells) - len(left)} of them done. Left on {self.device}: "
-            f"{len(known)} for about {minutes:.0f} minutes, {self.compiling / 60:.0f} of them compiling{more}."
+            f"{len(self.cells)} cells, {len(self.cells) - len(left)} of them done. "
+            f"Left on {self.device}: {', and '.join(parts) or 'none'}."
         )
 
 
