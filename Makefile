@@ -20,8 +20,9 @@ setup: $(STAMP) ## Create the environment in .venv
 run: $(STAMP) ## The main job: DP-FedAvg against BLUR + LUS on embedded digits at epsilon = 2
 	$(BIN)/fedblur table examples/quickstart.toml --out runs/quickstart
 
-paper: $(STAMP) ## Render papers/cheng2022/README.md and its plots from the result files
+paper: $(STAMP) ## Render the pages of papers/ and their plots from the result files
 	$(BIN)/fedblur paper papers/cheng2022
+	$(BIN)/fedblur paper papers/beyond
 
 test: $(STAMP) ## Run the whole test suite
 	$(BIN)/python -m pytest -n 2 --dist loadgroup

@@ -27,12 +27,13 @@ def _better(cell: Cell) -> float:
     return base + gain * (1 + shape) * (1.5 if large else 1) - falling + moving
 
 
-def test_page__is_up_to_date() -> None:
-    page = render_page(CHENG)
-    assert page.outdated() == [], "run: fedblur paper papers/cheng2022"
+@pytest.mark.parametrize("folder", [CHENG, CHENG.parent / "beyond"], ids=lambda folder: folder.name)
+def test_page__is_up_to_date(folder: Path) -> None:
+    page = render_page(folder)
+    assert page.outdated() == [], f"run: fedblur paper papers/{folder.name}"
     assert page.stale == ()
     for target in re.findall(r"\]\(([^)#:]+)\)", page.text):
-        assert (CHENG / target).exists(), target
+        assert (folder / target).exists(), target
 
 
 def test_page__can_be_made_before_the_first_result(tmp_path: Path) -> None:
