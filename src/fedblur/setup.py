@@ -23,6 +23,7 @@ from fedblur.engines.distributed import Ranks, own_device
 from fedblur.engines.local import EngineName
 from fedblur.engines.timing import Work, timed_choice
 from fedblur.errors import ConfigError
+from fedblur.fitting import check_fit
 from fedblur.functional import Layout, ModuleFunction, as_function, check_model, initial_vector
 from fedblur.ledger import Budget, ForeignLedger, Ledger
 from fedblur.models import make_model
@@ -105,6 +106,7 @@ def prepare(
     device, rng = machine.torch_device(), make_rng(config.seed)
     data = federation or load(config, machine)
     shape, classes, named = data.train.shape, data.train.classes, module is None
+    check_fit(config, data, named)
     if module is None:
         module = make_model(config.model, shape, classes, rng.child("init").seed())
     check_model(module, shape, classes)
