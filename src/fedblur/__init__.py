@@ -18,6 +18,7 @@ if typing.TYPE_CHECKING:
     from fedblur.errors import FedBlurError
     from fedblur.planning import Outlook, Setting, outlook
     from fedblur.registry import register
+    from fedblur.report.statement import write_statement
     from fedblur.setup import Machine
     from fedblur.train import Run, resume, train
 
@@ -37,6 +38,7 @@ _HOMES = {
     "register": "registry",
     "resume": "train",
     "train": "train",
+    "write_statement": "report.statement",
 }
 
 __all__ = [
@@ -54,6 +56,7 @@ __all__ = [
     "register",
     "resume",
     "train",
+    "write_statement",
 ]
 
 

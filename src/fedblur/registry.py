@@ -11,6 +11,7 @@ Third parties add theirs through the entry-point group `fedblur.parts`: each ent
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import importlib
 import pkgutil
@@ -89,7 +90,9 @@ def build(kind: Kind, value: Any) -> Any:
         raise ConfigError(f"{kind}={value!r} must be a name or a table with a name, like {kind} = {example(kind)}")
     name = table["name"]
     if name not in known:
-        raise ConfigError(f"{kind} {name!r} is unknown: {nearest(name, known)}")
+        slip = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+        own = "" if slip else " A part of your own: name its file with --plugin FILE or plugins = [...]"
+        raise ConfigError(f"{kind} {name!r} is unknown: {nearest(name, known)}{own}")
     return from_table(known[name], {k: v for k, v in table.items() if k != "name"}, f"{kind}.{name}.")
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedblur.checkpoint import write_atomically
-from fedblur.config import canonical, differences
+from fedblur.config import Config, canonical, differences
+from fedblur.data.population import Federation
 from fedblur.errors import RunError
 
 
@@ -125,3 +127,11 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         write_atomically(self.summary, (json.dumps(json.loads(canonical(summary)), indent=2) + "\n").encode())
+
+
+def default_folder(config: Config, federation: Federation | None = None) -> Path:
+    """runs/DATASET-DATE-TIME, with a counter where that exists."""
+    name = federation.name if federation is not None else config.dataset.part_name
+    stem = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    candidates = [Path(stem), *(Path(f"{stem}-{i}") for i in range(2, 1000))]
+    return next(path for path in candidates if not path.exists())

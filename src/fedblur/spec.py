@@ -20,8 +20,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from fedblur.config import Config, apply_overrides, config_hash, from_dict, read_toml
+from fedblur.config import Config, apply_overrides, config_hash, from_dict
 from fedblur.errors import ConfigError, nearest
+from fedblur.plugins import read_config
 
 _SECTIONS = {"title", "note", "tuning", "results", "base", "axes", "rows", "expected"}
 _ROW = {"label", "axes", "priority"}  # the other keys of a row are settings
@@ -79,7 +80,7 @@ class Spec:
 
 def read_spec(path: Path, overrides: Iterable[str] = ()) -> Spec:
     """Expand a TOML file into cells; every configuration is checked before the first one runs."""
-    table = read_toml(path)
+    table = read_config(path)
     unknown = next((key for key in table if key not in _SECTIONS), None)
     if unknown is not None:
         raise ConfigError(f"{path}: unknown section {unknown!r}: {nearest(unknown, _SECTIONS)}")

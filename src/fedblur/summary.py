@@ -11,6 +11,7 @@ import torch
 
 from fedblur.accounting import PrivacyPlan, adjacency
 from fedblur.config import Config, canonical
+from fedblur.plugins import loaded
 from fedblur.planning import signal_to_noise
 from fedblur.registry import describe
 from fedblur.round import Protocol
@@ -59,7 +60,8 @@ def evaluated_on(config: Config) -> str:
 
 def versions() -> dict[str, str]:
     """What a run was computed with."""
-    return {"fedblur": version(), "torch": torch.__version__, "python": platform.python_version()}
+    own = {f"plugin {name}": digest for name, digest in loaded().items()}
+    return {"fedblur": version(), "torch": torch.__version__, "python": platform.python_version(), **own}
 
 
 def privacy_statement(setup: Setup, state: ServerState) -> dict[str, Any]:

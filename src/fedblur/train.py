@@ -27,7 +27,7 @@ from fedblur.evaluation import evaluate
 from fedblur.functional import initial_vector, load_vector
 from fedblur.ledger import demand_anchor
 from fedblur.round import client_job, run_round, sum_clients
-from fedblur.runfolder import RunFolder
+from fedblur.runfolder import RunFolder, default_folder
 from fedblur.server import ServerState, published
 from fedblur.setup import Machine, Setup, prepare
 from fedblur.summary import summarise
@@ -49,6 +49,11 @@ class Run:
     def accuracy(self) -> float:
         """Of the final round, never of the best one."""
         return float(self.summary["accuracy"])
+
+    @property
+    def loss(self) -> float:
+        """Mean cross-entropy of the final round, in nats."""
+        return float(self.summary["loss"])
 
     @property
     def epsilon(self) -> float:
@@ -74,12 +79,12 @@ def train(
     """
     config, machine = config or Config(), machine or Machine()
     if nodes is not None:
-        folder = RunFolder(Path(out or default_folder(config)))
+        folder = RunFolder(Path(out or default_folder(config, federation)))
         return _begin(config, folder, machine, federation, module, watch, tell, nodes)
     with together(machine.torch_device, machine.rank_timeout) as ranks:
         if ranks is not None and ranks.rank:
             return _assist(ranks, machine, federation, module)
-        folder = RunFolder(Path(out) if out is not None else default_folder(config))
+        folder = RunFolder(Path(out) if out is not None else default_folder(config, federation))
         return _begin(config, folder, machine, federation, module, watch, tell, ranks)
 
 
@@ -213,13 +218,6 @@ def _assist(ranks: Ranks, machine: Machine, federation: Federation | None, modul
 def _config_of(resolved: dict[str, Any], federation: Federation | None, module: nn.Module | None) -> Config:
     _demand_own_parts(resolved, federation, module)
     return from_dict({key: value for key, value in resolved.items() if key != "own"})
-
-
-def default_folder(config: Config) -> Path:
-    """runs/DATASET-DATE-TIME, with a counter where that exists."""
-    stem = f"runs/{config.dataset.part_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    candidates = [Path(stem), *(Path(f"{stem}-{i}") for i in range(2, 1000))]
-    return next(path for path in candidates if not path.exists())
 
 
 def _loop(

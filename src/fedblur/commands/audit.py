@@ -14,10 +14,11 @@ from rich.table import Table
 
 from fedblur.audit import Audit, WorstCase, audit, check_worst_case
 from fedblur.checkpoint import write_atomically
-from fedblur.commands.run import DataDir, Device, EngineOption, Json, PrecisionOption, Quiet, make_machine
-from fedblur.config import Config, canonical, config_hash, from_dict, read_toml
+from fedblur.commands.run import DataDir, Device, EngineOption, Json, Plugin, PrecisionOption, Quiet, make_machine
+from fedblur.config import Config, canonical, config_hash, from_dict
 from fedblur.errors import ConfigError
 from fedblur.experiments import read_spec
+from fedblur.plugins import read_config
 from fedblur.report.audit_plot import plot_audit
 from fedblur.report.progress import bar
 from fedblur.runfolder import RunFolder
@@ -37,6 +38,7 @@ def audit_(
     control: Annotated[
         bool, typer.Option(help="Also one run of each row without its noise: it must be found.")
     ] = False,
+    plugin: Plugin = None,
     worst_case: Annotated[bool, typer.Option(help="One release many times on a tiny model instead.")] = False,
     repetitions: Annotated[int, typer.Option(help="With --worst-case: releases with and without the client.")] = 10_000,
     data_dir: DataDir = None,
@@ -83,9 +85,10 @@ def _configs(what: Path | None) -> list[Named]:
                 f"{what} was started from Python with its own data or model; call fedblur.audit.audit there"
             )
         return [(what.name, from_dict(resolved))]
-    if {"base", "rows"} & read_toml(what).keys():
+    table = read_config(what)
+    if {"base", "rows"} & table.keys():
         return [(f"{cell.group}, seed {cell.config.seed}", cell.config) for cell in read_spec(what).cells]
-    return [(what.stem, from_dict(read_toml(what)))]
+    return [(what.stem, from_dict(table))]
 
 
 def _controls(configs: list[Named]) -> list[tuple[str, Config, bool]]:

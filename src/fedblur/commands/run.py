@@ -9,15 +9,17 @@ from typing import Annotated, Any, cast, get_args
 import typer
 from rich.console import Console
 
-from fedblur.config import apply_overrides, canonical, from_dict, parse_value, read_toml
+from fedblur.config import apply_overrides, canonical, from_dict, parse_value
 from fedblur.engines.distributed import rank
 from fedblur.engines.local import EngineName
 from fedblur.errors import ConfigError
+from fedblur.plugins import load_plugins, read_config
 from fedblur.report.progress import RunProgress
 from fedblur.report.statement import write_statement
 from fedblur.report.text import print_summary
+from fedblur.runfolder import default_folder
 from fedblur.setup import Machine, Precision
-from fedblur.train import Run, default_folder, train
+from fedblur.train import Run, train
 from fedblur.train import resume as resume_run
 
 DataDir = Annotated[Path | None, typer.Option(help="Folder with data sets in the hub's layout.", envvar="FEDBLUR_DATA")]
@@ -35,6 +37,13 @@ Set = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Any other setting: clip_norm=0.3, method.blur.strength=0.8."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")]
+Plugin = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--plugin", metavar="FILE", is_eager=True, callback=lambda files: load_plugins(files or ()),
+        help="A Python file that registers parts of your own (it is executed); repeatable.",
+    ),
+]  # fmt: skip
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress display.")]
 
 
@@ -58,6 +67,7 @@ def run(
     clients: Annotated[int | None, typer.Option(help="N, training clients.")] = None,
     seed: Annotated[int | None, typer.Option(help="Reproducible and NOT PRIVATE; leave out for OS entropy.")] = None,
     set_: Set = None,
+    plugin: Plugin = None,
     out: Annotated[Path | None, typer.Option(help="Run folder (default: runs/DATASET-DATE-TIME).")] = None,
     data_dir: DataDir = None,
     device: Device = "auto",
@@ -89,6 +99,7 @@ def run(
 
 def resume(
     path: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    plugin: Plugin = None,
     data_dir: DataDir = None,
     device: Device = "auto",
     engine: EngineOption = "auto",
@@ -110,7 +121,7 @@ def _read(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     if path.suffix != ".json":
-        return read_toml(path)
+        return read_config(path)
     try:
         table: dict[str, Any] = json.loads(path.read_text())
     except ValueError as error:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fedblur.commands.run import Json
+from fedblur.commands.run import Json, Plugin
 from fedblur.config import canonical
 from fedblur.report.statement import write_statement
 
@@ -19,6 +19,7 @@ def statement(
         list[Path] | None, typer.Option(help="Another run on the same clients (tuning, an earlier try); repeatable.")
     ] = None,
     tuning: Annotated[str, typer.Option(help="How settings were chosen, in a sentence.")] = "",
+    plugin: Plugin = None,
     json_: Json = False,
 ) -> None:
     """Write statement.md, statement.html and statement.json into the run folder, and print the claim in one line."""

@@ -16,6 +16,7 @@ from fedblur.commands.run import (
     Device,
     EngineOption,
     Json,
+    Plugin,
     PrecisionOption,
     Quiet,
     make_machine,
@@ -46,6 +47,7 @@ def table(
     ] = None,
     max_minutes: Annotated[float | None, typer.Option(help="Start no cell that would end later; stop at this.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List cells, noise, R and time; run nothing.")] = False,
+    plugin: Plugin = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of all cells, over the file's.")
     ] = None,

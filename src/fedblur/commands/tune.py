@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from fedblur.commands.run import DataDir, Device, EngineOption, Json, PrecisionOption, Quiet, make_machine
+from fedblur.commands.run import DataDir, Device, EngineOption, Json, Plugin, PrecisionOption, Quiet, make_machine
 from fedblur.config import Config, apply_overrides, canonical
 from fedblur.errors import ConfigError
 from fedblur.experiments import read_spec
@@ -35,6 +35,7 @@ def tune(
         str | None, typer.Option(help="Choose on this data set instead, which is not private: free.")
     ] = None,
     proxy_set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="What else differs there.")] = None,
+    plugin: Plugin = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would cost.")] = False,
     data_dir: DataDir = None,
     device: Device = "auto",
