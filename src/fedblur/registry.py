@@ -51,6 +51,9 @@ T = TypeVar("T", bound=type)
 def register(kind: Kind, name: str) -> Callable[[T], T]:
     """Class decorator: makes a frozen dataclass available as `name` in configurations."""
 
+    if kind not in _PARTS:
+        raise ConfigError(f"{kind!r} is not a kind of part: {nearest(kind, KINDS)}")
+
     def add(part: T) -> T:
         if not dataclasses.is_dataclass(part):
             raise TypeError(f"{part.__name__}: a part is a frozen dataclass; put @dataclass below @register")
@@ -126,13 +129,27 @@ def _plain(value: Any) -> Any:
 
 def from_table(schema: type, table: Mapping[str, Any], prefix: str = "") -> Any:
     """A frozen dataclass from plain values. Its fields are the schema; anything else is an error."""
-    hints = typing.get_type_hints(schema)
+    hints = _hints(schema)
     fields = {f.name: f for f in dataclasses.fields(schema)}
     unknown = next((key for key in table if key not in fields), None)
     if unknown is not None:
         raise ConfigError(f"unknown key {prefix + unknown!r}: {nearest(unknown, fields)}")
     values = {key: _convert(fields[key], hints[key], value, prefix) for key, value in table.items()}
     return schema(**values)
+
+
+def check_types(part: Any, prefix: str = "") -> None:
+    """The same for values that were given in Python: a dataclass does not look at them itself."""
+    hints = _hints(type(part))
+    for field in dataclasses.fields(part):
+        if "part" not in field.metadata:
+            value = _convert(field, hints[field.name], getattr(part, field.name), prefix)
+            object.__setattr__(part, field.name, value)
+
+
+@functools.cache
+def _hints(schema: type) -> dict[str, Any]:
+    return typing.get_type_hints(schema)
 
 
 def _convert(field: dataclasses.Field[Any], hint: Any, value: Any, prefix: str) -> Any:
@@ -144,8 +161,16 @@ def _convert(field: dataclasses.Field[Any], hint: Any, value: Any, prefix: str) 
     try:
         return _adapter(hint).validate_python(value)
     except ValidationError as error:
-        message = error.errors()[0]["msg"]
-        raise ConfigError(f"{prefix}{field.name}={value!r}: {message[0].lower()}{message[1:]}") from None
+        raise ConfigError(f"{prefix}{field.name}={value!r} {_rule(error.errors()[0])}") from None
+
+
+def _rule(error: Any) -> str:
+    """What a value must be, in plain words."""
+    if error["type"].startswith("int_"):
+        return "must be a whole number"
+    if error["type"].startswith("float_"):
+        return "must be a number"
+    return "must be" + str(error["msg"]).partition("should be")[2] if "should be" in error["msg"] else error["msg"]
 
 
 def convert_part(kind: Kind, value: Any, many: bool = False) -> Any:
@@ -158,6 +183,8 @@ def convert_part(kind: Kind, value: Any, many: bool = False) -> Any:
         value = [word.strip() for word in value.split("+") if word.strip() != "dp-fedavg"]
     if isinstance(value, Mapping):
         value = [value]
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"{kind}={value!r} must be a name or a list of parts, like {kind} = {example(kind)}")
     return tuple(build(kind, item) for item in value)
 
 

@@ -78,11 +78,19 @@ class RunFolder:
         try:
             table = json.loads(self.config.read_text())
         except FileNotFoundError:
-            raise RunError(f"{self.path} is not a run folder: it has no config.json") from None
+            raise RunError(f"{self.path} is not a run folder: it has no config.json; {self._suggestion()}") from None
         except (OSError, ValueError) as error:
-            raise RunError(f"{self.config} cannot be read: {error}") from None
-        assert isinstance(table, dict)
+            raise RunError(f"{self.config} cannot be read: {error}; restore it or start a new run") from None
+        if not isinstance(table, dict):
+            raise RunError(f"{self.config} is not the configuration of a run; restore it or start a new run")
         return table
+
+    def _suggestion(self) -> str:
+        """The newest run nearby."""
+        near = self.path if self.path.is_dir() else self.path.parent
+        runs = [path.parent for path in near.glob("*/config.json")]
+        newest = max(runs, key=lambda run: run.stat().st_mtime, default=None)
+        return "give a folder that fedblur run has written" if newest is None else f"did you mean {newest}?"
 
     def record_engine(self, kind: str, device: str, words: str) -> None:
         """Which engine computes this run: another one would give other bits."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fedblur.accounting import PrivacyPlan, make_plan
 from fedblur.binding import mechanism_for
 from fedblur.bounding import Message
+from fedblur.cautions import cautions
 from fedblur.client import ClientJob
 from fedblur.config import Config, config_hash
 from fedblur.data.federation import load_federation
@@ -87,6 +88,11 @@ class Setup:
     def header(self) -> str:
         """What a run says first."""
         return f"engine: {self.machine}; --engine names another"
+
+    @property
+    def cautions(self) -> list[str]:
+        """What is allowed and probably not meant."""
+        return cautions(self.protocol.plan, self.federation.train.clients, self.protocol.layout.total)
 
 
 def prepare(

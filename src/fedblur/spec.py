@@ -15,7 +15,7 @@ import functools
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,8 @@ def read_spec(path: Path, overrides: Iterable[str] = ()) -> Spec:
     """Expand a TOML file into cells; every configuration is checked before the first one runs."""
     table = read_config(path)
     unknown = next((key for key in table if key not in _SECTIONS), None)
+    if unknown in {field.name for field in fields(Config)}:
+        raise ConfigError(f"{path} is the configuration of one run; start it with: fedblur run {path}")
     if unknown is not None:
         raise ConfigError(f"{path}: unknown section {unknown!r}: {nearest(unknown, _SECTIONS)}")
     cells: dict[tuple[str, str], Cell] = {}

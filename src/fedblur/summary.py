@@ -70,6 +70,7 @@ def privacy_statement(setup: Setup, state: ServerState) -> dict[str, Any]:
     spends = len(setup.protocol.ledger.spends())
     return {
         "warning": warning(setup),
+        "cautions": setup.cautions,
         "epsilon": setup.protocol.ledger.epsilon(),
         "delta": plan.delta,
         "accountant": config.accountant,

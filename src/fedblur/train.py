@@ -17,6 +17,7 @@ from typing import Any
 from safetensors.torch import save
 from torch import nn
 
+from fedblur.arguments import check_arguments
 from fedblur.checkpoint import Checkpoint, load_newest, save_checkpoint, write_atomically
 from fedblur.config import Config, canonical, differences, from_dict, to_dict
 from fedblur.data.population import Federation
@@ -77,6 +78,7 @@ def train(
     Under torchrun, call it on every rank: rank 0's configuration and folder count, and all get the same Run. `nodes`
     are the clients of a real federation (`engines/flower`).
     """
+    check_arguments(config, machine, federation, module)
     config, machine = config or Config(), machine or Machine()
     if nodes is not None:
         folder = RunFolder(Path(out or default_folder(config, federation)))
@@ -114,7 +116,8 @@ def _begin(
         folder.abandon()  # nothing was released: leave no half-made run behind
         raise
     if tell is not None:
-        tell(setup.header)
+        for line in (setup.header, *(f"caution: {caution}" for caution in setup.cautions)):
+            tell(line)
     state = setup.protocol.server.init(setup.initial)
     if config.averaging is not None:
         state = config.averaging.init(state)
@@ -133,6 +136,7 @@ def resume(
     nodes: Processes | None = None,
 ) -> Run:
     """Go on with a run from its last whole checkpoint. `tell` hears what had to be mended."""
+    check_arguments(None, machine, federation, module)
     machine = machine or Machine()
     if nodes is not None:
         return _go_on(RunFolder(Path(path)), machine, federation, module, watch, tell, nodes)

@@ -91,7 +91,11 @@ def make_setting(table: dict[str, Any], parameters: int, mechanism: dict[str, An
     """What is planned; what has no default must be there."""
     missing = next((key for key in ("clients", "sample_rate", "rounds") if table[key] is None), None)
     if missing is not None:
-        raise ConfigError(f"--{missing.replace('_', '-')} is missing; give it, or let --recipe best choose p and T")
+        recipe = "" if missing == "clients" else " (or --recipe best with --dataset, which chooses it)"
+        raise ConfigError(
+            f"--{missing.replace('_', '-')} is missing{recipe}; for instance: "
+            "fedblur plan --clients 3400 --sample-rate 0.04 --rounds 1000 --epsilon 2"
+        )
     given = {key: value for key, value in table.items() if value is not None}
     return Setting(**given, parameters=parameters, mechanism=mechanism)
 

@@ -83,6 +83,8 @@ def run(
     privacy ledger, checkpoints and the model.
     """
     table = _read(config)
+    if {"base", "rows", "axes"} & table.keys():
+        raise ConfigError(f"{config} is a table of runs; start it with: fedblur table {config}")
     flags = {
         "dataset": dataset, "model": model, "method": method, "epsilon": epsilon, "rounds": rounds,
         "delta": None if delta is None else parse_value(delta), "sample_rate": sample_rate, "clients": clients,
@@ -123,9 +125,11 @@ def _read(path: Path | None) -> dict[str, Any]:
     if path.suffix != ".json":
         return read_config(path)
     try:
-        table: dict[str, Any] = json.loads(path.read_text())
+        table = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+        raise ConfigError(f"{path} is not valid JSON: {error}; mend it, or write TOML") from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path} holds a {type(table).__name__}; a configuration is an object: {{\"rounds\": 100}}")
     return table
 
 

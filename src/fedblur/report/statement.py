@@ -106,8 +106,9 @@ def read_statement(run: Path, also: Sequence[Path] = (), tuning: str = "") -> St
     )
 
 
-def write_statement(run: Path, also: Sequence[Path] = (), tuning: str = "") -> tuple[Statement, Path]:
+def write_statement(run: str | Path, also: Sequence[Path] = (), tuning: str = "") -> tuple[Statement, Path]:
     """statement.md, .html and .json in the run folder; the Markdown's path comes back."""
+    run = Path(run)
     statement = read_statement(run, also, tuning)
     page = page_of(statement)
     write_atomically(run / "statement.md", markdown(page).encode())

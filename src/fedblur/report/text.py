@@ -43,6 +43,8 @@ def print_summary(run: Finished, console: Console) -> None:
         lines["tuning"] = privacy["tuning"]
     if summary["data_note"]:
         lines["note"] = summary["data_note"]
+    if privacy.get("cautions"):
+        lines["CAUTION"] = "; ".join(privacy["cautions"])
     if privacy["warning"]:
         lines["WARNING"] = privacy["warning"]
     for name, value in lines.items():
