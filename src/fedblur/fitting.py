@@ -1,7 +1,7 @@
-"""Before anything is spent: do data, model and methods speak of the same thing? In: a run's parts. Out: nothing, or why.
+"""Before anything is spent: do data, model and methods fit each other? In: a run's parts. Out: nothing, or an error.
 
-Samples are images or numbers, or text: windows of tokens, stored as whole numbers (int16). A model for one would train on
-the other without a complaint and learn nothing.
+Samples are images or numbers, or text: windows of tokens, stored as whole numbers (int16). A model for one would train
+on the other without a complaint and learn nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fedblur.errors import ConfigError, ModelError
 
 
 def check_fit(config: Config, data: Federation, named: bool) -> None:
-    """Refuse parts that do not fit the samples. `named`: the model is the configuration's, not the user's own module."""
+    """Refuse parts that do not fit the samples. `named`: the model is the configuration's, not the user's own."""
     text = is_text(data.test.x)
     if named and text != reads_text(config.model):
         _check_named(config, data, text)

@@ -1,6 +1,6 @@
 """A user's own parts in a file: `--plugin my_method.py`, or `plugins = ["my_method.py"]` in a TOML file.
 
-The file is imported, so only files that the user names are: never one that a run folder, a checkpoint or a ledger names.
+The file is executed, so it must be the user who names it: never a run folder, a checkpoint or a ledger.
 Installed packages use the entry-point group `fedblur.parts` instead (registry.py).
 """
 
@@ -61,7 +61,8 @@ def _load(path: Path) -> None:
 
 def _import(path: Path, name: str) -> None:
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # type hints of its dataclasses are looked up here
     try:
@@ -77,7 +78,9 @@ def _where(path: Path, error: Exception) -> str:
     """The line of the user's file, not of ours."""
     if isinstance(error, SyntaxError):
         return f"line {error.lineno}: "
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == path.name]
+    lines = [
+        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == path.name
+    ]
     return f"line {lines[-1]}: " if lines else ""
 
 

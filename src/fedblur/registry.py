@@ -129,7 +129,7 @@ def _plain(value: Any) -> Any:
 
 def from_table(schema: type, table: Mapping[str, Any], prefix: str = "") -> Any:
     """A frozen dataclass from plain values. Its fields are the schema; anything else is an error."""
-    hints = _hints(schema)
+    hints = typing.get_type_hints(schema)
     fields = {f.name: f for f in dataclasses.fields(schema)}
     unknown = next((key for key in table if key not in fields), None)
     if unknown is not None:
@@ -140,16 +140,11 @@ def from_table(schema: type, table: Mapping[str, Any], prefix: str = "") -> Any:
 
 def check_types(part: Any, prefix: str = "") -> None:
     """The same for values that were given in Python: a dataclass does not look at them itself."""
-    hints = _hints(type(part))
+    hints = typing.get_type_hints(type(part))
     for field in dataclasses.fields(part):
         if "part" not in field.metadata:
             value = _convert(field, hints[field.name], getattr(part, field.name), prefix)
             object.__setattr__(part, field.name, value)
-
-
-@functools.cache
-def _hints(schema: type) -> dict[str, Any]:
-    return typing.get_type_hints(schema)
 
 
 def _convert(field: dataclasses.Field[Any], hint: Any, value: Any, prefix: str) -> Any:
@@ -161,16 +156,8 @@ def _convert(field: dataclasses.Field[Any], hint: Any, value: Any, prefix: str) 
     try:
         return _adapter(hint).validate_python(value)
     except ValidationError as error:
-        raise ConfigError(f"{prefix}{field.name}={value!r} {_rule(error.errors()[0])}") from None
-
-
-def _rule(error: Any) -> str:
-    """What a value must be, in plain words."""
-    if error["type"].startswith("int_"):
-        return "must be a whole number"
-    if error["type"].startswith("float_"):
-        return "must be a number"
-    return "must be" + str(error["msg"]).partition("should be")[2] if "should be" in error["msg"] else error["msg"]
+        message = error.errors()[0]["msg"]
+        raise ConfigError(f"{prefix}{field.name}={value!r}: {message[0].lower()}{message[1:]}") from None
 
 
 def convert_part(kind: Kind, value: Any, many: bool = False) -> Any:

@@ -11,8 +11,8 @@ import torch
 
 from fedblur.accounting import PrivacyPlan, adjacency
 from fedblur.config import Config, canonical
-from fedblur.plugins import loaded
 from fedblur.planning import signal_to_noise
+from fedblur.plugins import loaded
 from fedblur.registry import describe
 from fedblur.round import Protocol
 from fedblur.server import ServerState

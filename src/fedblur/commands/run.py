@@ -9,7 +9,8 @@ from typing import Annotated, Any, cast, get_args
 import typer
 from rich.console import Console
 
-from fedblur.config import apply_overrides, canonical, from_dict, parse_value
+from fedblur.commands.names import complete, complete_method, complete_recipe, print_json
+from fedblur.config import apply_overrides, from_dict, parse_value
 from fedblur.engines.distributed import rank
 from fedblur.engines.local import EngineName
 from fedblur.errors import ConfigError
@@ -22,6 +23,19 @@ from fedblur.setup import Machine, Precision
 from fedblur.train import Run, train
 from fedblur.train import resume as resume_run
 
+DatasetOption = Annotated[
+    str | None,
+    typer.Option(
+        help="cifar10, digits, emnist, femnist, mnist, plays, synthetic; fedblur data list says which are here.",
+        autocompletion=complete("dataset"),
+    ),
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        help="char_mlp (text), cnn, gn_cnn, gn_resnet, logistic, mlp, resnet18.", autocompletion=complete("model")
+    ),
+]
 DataDir = Annotated[Path | None, typer.Option(help="Folder with data sets in the hub's layout.", envvar="FEDBLUR_DATA")]
 Device = Annotated[str, typer.Option(help='Where to compute: "auto", "cpu", "cuda", "cuda:1".')]
 EngineOption = Annotated[
@@ -36,7 +50,7 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Any other setting: clip_norm=0.3, method.blur.strength=0.8."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else on standard output.")]
 Plugin = Annotated[
     list[Path] | None,
     typer.Option(
@@ -49,14 +63,22 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress display.
 
 def run(
     config: Annotated[Path | None, typer.Argument(help="A TOML file; without one, digits with the defaults.")] = None,
-    dataset: Annotated[str | None, typer.Option(help="digits, synthetic, femnist, emnist, cifar10, mnist.")] = None,
+    dataset: DatasetOption = None,
     recipe: Annotated[
-        str | None, typer.Option(help='"best": all settings that are not given, by rule (fedblur plan explains).')
+        str | None,
+        typer.Option(
+            help='"best": all settings that are not given, by rule (fedblur plan explains).',
+            autocompletion=complete_recipe,
+        ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="logistic, mlp, cnn, gn_cnn, resnet18.")] = None,
+    model: ModelOption = None,
     method: Annotated[
         str | None,
-        typer.Option(help='blur, lus, prox, sam, "blur+lus"; ae-dpfl, knn-dpfl; dp-fedavg, fedavg, clip-only.'),
+        typer.Option(
+            help='augment, balance, blur, lus, prox, sam, joined: "blur+lus"; ae-dpfl, knn-dpfl; '
+            "dp-fedavg (none of them); fedavg and clip-only (not private).",
+            autocompletion=complete_method,
+        ),
     ] = None,
     epsilon: Annotated[float | None, typer.Option(help="Privacy target; the noise follows. inf: no noise.")] = None,
     delta: Annotated[str | None, typer.Option(help='A number, "1/N" or "N^-1.1".')] = None,
@@ -129,7 +151,7 @@ def _read(path: Path | None) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}; mend it, or write TOML") from None
     if not isinstance(table, dict):
-        raise ConfigError(f"{path} holds a {type(table).__name__}; a configuration is an object: {{\"rounds\": 100}}")
+        raise ConfigError(f'{path} holds a {type(table).__name__}; a configuration is an object: {{"rounds": 100}}')
     return table
 
 
@@ -147,7 +169,7 @@ def _show(done: Run, as_json: bool) -> None:
     if rank() > 0:
         return
     if as_json:
-        typer.echo(json.dumps(json.loads(canonical({"run": str(done.path), **done.summary})), indent=2))
+        print_json({"run": str(done.path), **done.summary})
     else:
         print_summary(done, Console())
         Console(soft_wrap=True).print(privacy_line(done.path), highlight=False)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from fedblur.commands.names import print_json
 from fedblur.commands.run import Json, Plugin
-from fedblur.config import canonical
 from fedblur.report.statement import write_statement
 
 
@@ -25,6 +24,6 @@ def statement(
     """Write statement.md, statement.html and statement.json into the run folder, and print the claim in one line."""
     made, path = write_statement(run, also or (), tuning)
     if json_:
-        typer.echo(json.dumps(json.loads(canonical(made.facts())), indent=2))
+        print_json(made.facts())
     else:
         typer.echo(f"Privacy: {made.one_line()}. Statement: {path} (.html, .json)")

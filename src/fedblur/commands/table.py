@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from fedblur.commands.names import print_json
 from fedblur.commands.run import (
     DataDir,
     Device,
@@ -22,7 +22,6 @@ from fedblur.commands.run import (
     make_machine,
     privacy_line,
 )
-from fedblur.config import canonical
 from fedblur.errors import ConfigError
 from fedblur.experiments import Cell, TimeLimit, aggregate, pending, run_cells
 from fedblur.forecast import Forecast, forecast
@@ -120,12 +119,12 @@ def _show(specs: list[Spec], store: Results, cells: Path, as_json: bool) -> None
         for line in _privacy([cells / cell.key for cell in spec.cells], spec.tuning):
             output.print(line, soft_wrap=True, highlight=False)
     if as_json:
-        typer.echo(json.dumps(json.loads(canonical(tables[0] if len(tables) == 1 else {"tables": tables}))))
+        print_json(tables[0] if len(tables) == 1 else {"tables": tables})
 
 
 def _show_forecasts(forecasts: list[Forecast], as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(json.loads(canonical({"tables": [asdict(f) for f in forecasts]}))))
+        print_json({"tables": [asdict(f) for f in forecasts]})
         return
     for each in forecasts:
         Console().print(render_forecast(each))

@@ -205,7 +205,8 @@ def _whole_numbers(name: str, values: Any) -> Tensor:
     tensor = _tensor(name, values)
     if tensor.ndim != 1 or tensor.is_floating_point() or tensor.is_complex():
         raise DataError(
-            f"{name} has shape {[*tensor.shape]} and type {tensor.dtype}, must be one whole number per sample (an array of ints)"
+            f"{name} has shape {[*tensor.shape]} and type {tensor.dtype}, must be one whole number per sample "
+            "(an array of ints)"
         )
     return tensor.long()
 

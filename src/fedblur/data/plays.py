@@ -55,7 +55,9 @@ class Plays(Dataset):
             test.append(_windows(tokens[cut:], self.window))  # reads nothing from before the cut
             owners.append(torch.full((cut,), speaker))
         note = f"speakers of plays, the last {self.test_share:.0%} of each one's words held out for test"
-        return Raw(_joined(train), _joined(test), torch.cat(owners), len(LETTERS), note, "synthetic users, not speakers")
+        return Raw(
+            _joined(train), _joined(test), torch.cat(owners), len(LETTERS), note, "synthetic users, not speakers"
+        )
 
 
 def speakers() -> list[tuple[str, str]]:

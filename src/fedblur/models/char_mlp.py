@@ -1,4 +1,4 @@
-"""A neural n-gram model (Bengio et al. 2003): characters to vectors, a hidden layer over the window, the next character.
+"""A neural n-gram model (Bengio et al. 2003): characters as vectors, a hidden layer over the window, what comes next.
 
 Tokens arrive as floats that are whole numbers. The lookup is a product with one-hot rows: under `vmap` that is one
 batched product for all clients, where indexing would scatter gradients one by one.

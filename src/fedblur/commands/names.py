@@ -1,0 +1,38 @@
+"""Names that the shell can complete: whatever is registered, third parties' parts included."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from fedblur.config import REFERENCES, canonical
+from fedblur.registry import Kind, parts
+
+
+def complete(kind: Kind) -> Callable[[str], list[str]]:
+    """The parts of a kind that begin with what was typed."""
+
+    def found(incomplete: str) -> list[str]:
+        return [name for name in sorted(parts(kind)) if name.startswith(incomplete)]
+
+    return found
+
+
+def complete_method(incomplete: str) -> list[str]:
+    """Methods may be joined: after `blur+` any other one can follow."""
+    before, plus, last = incomplete.rpartition("+")
+    names = {*parts("method"), *(() if plus else ("dp-fedavg", *parts("voting"), *REFERENCES))}
+    used = before.split("+")
+    return [f"{before}{plus}{name}" for name in sorted(names) if name.startswith(last) and name not in used]
+
+
+def complete_recipe(incomplete: str) -> list[str]:
+    return [name for name in ("best",) if name.startswith(incomplete)]
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on standard output and nothing else there; infinity is a string, since JSON has none."""
+    typer.echo(json.dumps(json.loads(canonical(value)), indent=2))
