@@ -8,6 +8,7 @@ import typer
 
 from fedblur.commands import audit, data, deploy, ledger, paper, plan, run, statement, table, tune
 from fedblur.commands.guard import Guarded, end_of_a_bug
+from fedblur.commands.terminal import speak_plainly
 from fedblur.version import version
 
 app = typer.Typer(
@@ -15,6 +16,7 @@ app = typer.Typer(
     cls=Guarded,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # reflows paragraphs, and leaves [base] alone
     help="Federated learning with user-level differential privacy: DP-FedAvg, BLUR, LUS, and an epsilon to check.",
 )
 app.command("run")(run.run)
@@ -48,6 +50,7 @@ def _options(
 
 def main() -> None:
     """The entry point of `fedblur`."""
+    speak_plainly()
     try:
         app(prog_name="fedblur")
     except Exception:

@@ -76,7 +76,7 @@ class RunFolder:
     def resolved(self) -> dict[str, Any]:
         """The configuration that the run was started with."""
         try:
-            table = json.loads(self.config.read_text())
+            table = json.loads(self.config.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise RunError(f"{self.path} is not a run folder: it has no config.json; {self._suggestion()}") from None
         except (OSError, ValueError) as error:
@@ -100,7 +100,7 @@ class RunFolder:
     def recorded_engine(self, device: str) -> str | None:
         """The engine that this run was started with on this kind of device; None where that is not known."""
         try:
-            record = json.loads(self.engine.read_text())
+            record = json.loads(self.engine.read_text(encoding="utf-8"))
             return str(record["engine"]) if record["device"] == device else None
         except FileNotFoundError:  # a run from before engines were recorded
             return None
@@ -110,7 +110,7 @@ class RunFolder:
     def append_round(self, row: Mapping[str, Any]) -> None:
         """One line of rounds.jsonl."""
         try:
-            with self.rounds.open("a") as file:
+            with self.rounds.open("a", encoding="utf-8", newline="\n") as file:
                 file.write(json.dumps(row) + "\n")
         except OSError as error:
             raise RunError(f"{self.rounds} cannot be written: {error.strerror}; free space and resume") from None
@@ -120,7 +120,7 @@ class RunFolder:
         if not self.rounds.exists():
             return []
         rows = []
-        for line in self.rounds.read_text().splitlines():
+        for line in self.rounds.read_text(encoding="utf-8").splitlines():
             try:
                 rows.append(json.loads(line))
             except ValueError:
