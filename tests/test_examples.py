@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 
@@ -28,17 +26,10 @@ def test_own_model__is_forty_lines_and_private_with_its_statement(tmp_path: Path
     assert "not private" not in statement.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["run", "--plugin", str(EXAMPLES / "own_method.py"), "--method", "project+lus"],
-        ["run", str(EXAMPLES / "own_method.toml"), "--set", "method.project.radius=2"],
-    ],
-    ids=["flag", "file"],
-)
-def test_own_method__is_used_from_the_command_line_and_from_a_file(words: list[str], tmp_path: Path) -> None:
-    said = run("-m", "fedblur", *words, "--rounds", "3", "--quiet", cwd=tmp_path)
-    assert "status    complete" in said
+def test_own_method__is_used_from_a_file(tmp_path: Path) -> None:
+    """From the command line: tests/test_plugins.py."""
+    words = ["run", str(EXAMPLES / "own_method.toml"), "--set", "method.project.radius=2", "--rounds", "3", "--quiet"]
+    assert "status    complete" in run("-m", "fedblur", *words, cwd=tmp_path)
     (config,) = (tmp_path / "runs").glob("*/config.json")
     assert '"name": "project"' in config.read_text(encoding="utf-8")
 

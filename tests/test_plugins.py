@@ -100,12 +100,10 @@ def fedblur(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def test_plugin__a_run_folder_never_has_code_executed(tmp_path: Path) -> None:
     """A run that used a plugin says so, and resume asks the user to name the file again."""
-    write(tmp_path / "mine.py", PART)
-    done = fedblur(
-        "run", "--plugin", "mine.py", "--method", "planted", "--rounds", "2", "--out", "run", "--json", cwd=tmp_path
-    )
+    words = ["--plugin", str(ROOT / "examples/own_method.py"), "--method", "project+lus"]
+    done = fedblur("run", *words, "--rounds", "2", "--out", "run", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["versions"]["plugin mine.py"].startswith("sha256 ")
+    assert json.loads(done.stdout)["versions"]["plugin own_method.py"].startswith("sha256 ")
     refused = fedblur("resume", "run", cwd=tmp_path)
     assert refused.returncode == 2
     assert "--plugin FILE" in refused.stderr
