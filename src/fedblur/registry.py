@@ -15,6 +15,7 @@ import difflib
 import functools
 import importlib
 import pkgutil
+import re
 import typing
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
@@ -133,7 +134,8 @@ def from_table(schema: type, table: Mapping[str, Any], prefix: str = "") -> Any:
     fields = {f.name: f for f in dataclasses.fields(schema)}
     unknown = next((key for key in table if key not in fields), None)
     if unknown is not None:
-        raise ConfigError(f"unknown key {prefix + unknown!r}: {nearest(unknown, fields)}")
+        known = nearest(unknown, fields) if fields else f"{prefix.rstrip('.')} has no settings; drop it"
+        raise ConfigError(f"unknown key {prefix + unknown!r}: {known}")
     values = {key: _convert(fields[key], hints[key], value, prefix) for key, value in table.items()}
     return schema(**values)
 
@@ -167,6 +169,8 @@ def convert_part(kind: Kind, value: Any, many: bool = False) -> Any:
     if not many:
         return build(kind, value)
     if isinstance(value, str):  # "blur+lus", as typed on the command line; DP-FedAvg is the empty list
+        if re.search(r"\w[\s,;/&]+\w", value):
+            raise ConfigError(f'{kind}={value!r}: join several with a plus, like {kind} = "blur+lus"')
         value = [word.strip() for word in value.split("+") if word.strip() != "dp-fedavg"]
     if isinstance(value, Mapping):
         value = [value]

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from fedblur.checkpoint import write_atomically
 from fedblur.config import Config, canonical, differences
 from fedblur.data.population import Federation
-from fedblur.errors import RunError
+from fedblur.errors import ConfigError, RunError
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,14 @@ class RunFolder:
         if not isinstance(table, dict):
             raise RunError(f"{self.config} is not the configuration of a run; restore it or start a new run")
         return table
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """A configuration that makes no sense here may have done so elsewhere: say whose it is."""
+        try:
+            yield
+        except ConfigError as error:
+            raise RunError(f"{self.config}: {error} (was it written by another version of fedblur?)") from None
 
     def _suggestion(self) -> str:
         """The newest run nearby."""

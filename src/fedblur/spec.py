@@ -111,7 +111,7 @@ def _expand(
     axes, priority = row.get("axes", axes), row.get("priority", _PRIORITY)
     for name, values in axes.items():
         if not isinstance(values, list) or not values:
-            raise ConfigError(f"axes.{name}={values!r} must be a list of at least one value")
+            raise ConfigError(f"axes.{name}={values!r} must be a list of at least one value, like {name} = [2, 4]")
     if not isinstance(priority, int):
         raise ConfigError(f"priority={priority!r} of row {row['label']!r} must be a whole number")
     merged = {**base, **{key: value for key, value in row.items() if key not in _ROW}}

@@ -163,7 +163,8 @@ def _go_on(
         raise RunError(
             f"the configuration of {path} was changed ({'; '.join(changed)}); put it back or start a new run"
         )
-    config = _config_of(resolved, federation, module)
+    with folder.reading():
+        config = _config_of(resolved, federation, module)
     demand_anchor(folder.ledger, checkpoint.state.get("ledger"), f"the checkpoint of round {checkpoint.round}")
     for note in notes:
         tell(note)

@@ -82,5 +82,5 @@ def _alternative_name(host: str) -> str:
         return f"IP:{ipaddress.ip_address(host)}"
     except ValueError:
         if not host.isascii() or not all(part.strip("-").replace("-", "").isalnum() for part in host.split(".")):
-            raise ConfigError(f"host={host!r} is neither an address nor a name") from None
+            raise ConfigError(f"host={host!r} is neither an address nor a name, like fed.example.org") from None
         return f"DNS:{host}"

@@ -9,6 +9,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import click
@@ -17,6 +18,7 @@ from click.exceptions import NoArgsIsHelpError
 from rich.console import Console
 from typer.core import TyperGroup
 
+from fedblur.config import Config
 from fedblur.engines.distributed import rank
 from fedblur.errors import FedBlurError, nearest
 
@@ -76,6 +78,9 @@ def _guess(error: click.UsageError) -> str:
         return ""
     if isinstance(error, click.NoSuchOption):
         options = [name for option in error.ctx.command.params for name in option.opts if name.startswith("--")]
+        key = error.option_name.lstrip("-").replace("-", "_")
+        if "--set" in options and key in {field.name for field in fields(Config)}:
+            return f"give it as --set {key}=VALUE"
         return nearest(error.option_name, options)
     unknown = re.match(r"No such command '(.+?)'", error.format_message())
     if unknown and isinstance(error.ctx.command, click.Group):

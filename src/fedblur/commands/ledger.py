@@ -13,7 +13,7 @@ from rich.table import Table
 from fedblur import events
 from fedblur.commands.guard import FOUND
 from fedblur.commands.names import print_json
-from fedblur.commands.run import Json
+from fedblur.commands.run import Json, Plugin
 from fedblur.config import canonical
 from fedblur.verification import ACCOUNTANTS, Books, compose, read_books, verify
 
@@ -50,7 +50,7 @@ def show(
 
 
 @app.command("verify")
-def verify_(runs: Runs, json_: Json = False) -> None:
+def verify_(runs: Runs, plugin: Plugin = None, json_: Json = False) -> None:
     """Check the hash chain, that nothing is missing from it, and that epsilon follows from its events.
 
     Exit status 1: something was found.

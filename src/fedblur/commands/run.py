@@ -15,6 +15,7 @@ from fedblur.engines.distributed import rank
 from fedblur.engines.local import EngineName
 from fedblur.errors import ConfigError
 from fedblur.plugins import load_plugins, read_config
+from fedblur.registry import parts
 from fedblur.report.progress import RunProgress
 from fedblur.report.statement import write_statement
 from fedblur.report.text import print_summary
@@ -144,6 +145,10 @@ def _read(path: Path | None) -> dict[str, Any]:
     """A configuration file: TOML as people write it, or the config.json of a run folder."""
     if path is None:
         return {}
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; give a TOML file, or go on with a run: fedblur resume {path}")
+    if not path.exists() and str(path) in parts("dataset"):
+        raise ConfigError(f"{path} is no file; did you mean --dataset {path}?")
     if path.suffix != ".json":
         return read_config(path)
     try:

@@ -54,6 +54,10 @@ class Statement:
     def epsilons(self) -> dict[str, float | None]:
         return {name: self.books.epsilon(name) for name in ACCOUNTANTS}
 
+    def _config_hash(self) -> str:
+        with RunFolder(self.run).reading():
+            return config_hash(from_dict({key: value for key, value in self.config.items() if key != "own"}))
+
     def one_line(self) -> str:
         """The whole claim in a line."""
         delta, other = self.books.budget.delta, "rdp" if self.books.budget.accountant == "pld" else "pld"
@@ -89,7 +93,7 @@ class Statement:
             "not_protected": list(NOT_PROTECTED),
             "seed": self.config.get("seed"),
             "versions": self.summary["versions"],
-            "config_hash": config_hash(from_dict({k: v for k, v in self.config.items() if k != "own"})),
+            "config_hash": self._config_hash(),
             "ledger": {"lines": len(self.books.chain.links), "head": self.books.chain.head},
             "ledger_findings": self.findings,
         }
