@@ -42,7 +42,8 @@ class RunProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.progress.stop()
+        if self.tasks:
+            self.progress.stop()
 
     def __call__(self, row: dict[str, Any]) -> None:
         self._remember(row)
