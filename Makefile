@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run paper test test-long check lint bench clean
+.PHONY: help setup run paper test test-long check lint package bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -36,8 +36,12 @@ lint: $(STAMP) ## Style and types only
 
 check: lint test ## Everything: style, types, tests
 
+package: $(STAMP) ## Build the wheel and the source archive in dist/, and check them
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+
 bench: $(STAMP) ## Compare with pfl, Flower, FedJAX and a plain loop on this CPU (installs them; under 10 minutes)
 	$(BIN)/python benchmarks/run.py
 
 clean: ## Remove the environment and what runs have written
-	rm -rf $(VENV) runs benchmarks/.envs
+	rm -rf $(VENV) runs build dist benchmarks/.envs
