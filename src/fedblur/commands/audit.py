@@ -14,8 +14,8 @@ from rich.table import Table
 from fedblur.audit import Audit, WorstCase, audit, check_worst_case
 from fedblur.checkpoint import write_atomically
 from fedblur.commands.guard import FOUND
-from fedblur.commands.names import print_json
 from fedblur.commands.run import DataDir, Device, EngineOption, Json, Plugin, PrecisionOption, Quiet, make_machine
+from fedblur.commands.terminal import print_json
 from fedblur.config import Config, canonical, config_hash, from_dict
 from fedblur.errors import ConfigError
 from fedblur.experiments import read_spec

@@ -12,8 +12,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fedblur.commands.names import complete, print_json
+from fedblur.commands.names import complete
 from fedblur.commands.run import Json
+from fedblur.commands.terminal import print_json
 from fedblur.config import apply_overrides
 from fedblur.data.cache import cache_folder, read_cached
 from fedblur.data.federation import load_federation

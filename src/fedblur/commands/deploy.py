@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fedblur.commands.names import print_json
 from fedblur.commands.run import Json
+from fedblur.commands.terminal import print_json
 from fedblur.engines.flower import template
 from fedblur.errors import ConfigError, RunError
 

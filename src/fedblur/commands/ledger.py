@@ -12,8 +12,8 @@ from rich.table import Table
 
 from fedblur import events
 from fedblur.commands.guard import FOUND
-from fedblur.commands.names import print_json
 from fedblur.commands.run import Json, Plugin
+from fedblur.commands.terminal import print_json
 from fedblur.config import canonical
 from fedblur.verification import ACCOUNTANTS, Books, compose, read_books, verify
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from typing import Any
 
-import typer
-
-from fedblur.config import REFERENCES, canonical
+from fedblur.config import REFERENCES
 from fedblur.registry import Kind, parts
 
 
@@ -31,8 +27,3 @@ def complete_method(incomplete: str) -> list[str]:
 
 def complete_recipe(incomplete: str) -> list[str]:
     return [name for name in ("best",) if name.startswith(incomplete)]
-
-
-def print_json(value: Any) -> None:
-    """One JSON document on standard output and nothing else there; infinity is a string, since JSON has none."""
-    typer.echo(json.dumps(json.loads(canonical(value)), indent=2))

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fedblur.commands.names import print_json
 from fedblur.commands.run import Json
+from fedblur.commands.terminal import print_json
 from fedblur.errors import RunError
 from fedblur.paper.render import render_page
 

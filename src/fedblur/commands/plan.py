@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from fedblur.accounting import adjacency
-from fedblur.commands.names import complete, complete_recipe, print_json
+from fedblur.commands.names import complete, complete_recipe
 from fedblur.commands.run import Json
+from fedblur.commands.terminal import print_json
 from fedblur.errors import ConfigError
 from fedblur.planning import ACCOUNTANTS, PAPER_CNN, Outlook, Setting, outlook
 from fedblur.recipe import Recipe, choose

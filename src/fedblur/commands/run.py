@@ -9,7 +9,8 @@ from typing import Annotated, Any, cast, get_args
 import typer
 from rich.console import Console
 
-from fedblur.commands.names import complete, complete_method, complete_recipe, print_json
+from fedblur.commands.names import complete, complete_method, complete_recipe
+from fedblur.commands.terminal import print_json
 from fedblur.config import apply_overrides, from_dict, parse_value
 from fedblur.engines.distributed import rank
 from fedblur.engines.local import EngineName

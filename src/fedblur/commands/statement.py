@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from fedblur.commands.names import print_json
 from fedblur.commands.run import Json, Plugin
+from fedblur.commands.terminal import print_json
 from fedblur.report.statement import write_statement
 
 

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from fedblur.commands.names import print_json
 from fedblur.commands.run import (
     DataDir,
     Device,
@@ -22,6 +21,7 @@ from fedblur.commands.run import (
     make_machine,
     privacy_line,
 )
+from fedblur.commands.terminal import print_json
 from fedblur.errors import ConfigError
 from fedblur.experiments import Cell, TimeLimit, aggregate, pending, run_cells
 from fedblur.forecast import Forecast, forecast

@@ -1,9 +1,18 @@
-"""Terminals and pipes that know no Greek (cp1252 on Windows, ASCII in containers): words in its place, no crash."""
+"""Standard output: with --json one document and nothing else; words in place of Greek where it cannot be shown.
+
+Terminals and pipes that know no Greek are those with cp1252 on Windows and with ASCII in containers.
+"""
 
 from __future__ import annotations
 
 import codecs
+import json
 import sys
+from typing import Any
+
+import typer
+
+from fedblur.config import canonical
 
 _WORDS = {
     "ε": "epsilon", "δ": "delta", "σ": "sigma", "η": "eta", "Δ": "Delta", "κ": "kappa", "λ": "lambda", "μ": "mu",
@@ -26,3 +35,8 @@ def speak_plainly() -> None:
         reconfigure = getattr(stream, "reconfigure", None)  # a notebook's streams have none, and need none
         if reconfigure is not None and str(stream.encoding).lower().replace("-", "") != "utf8":
             reconfigure(errors="fedblur")
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on standard output and nothing else there; infinity is a string, since JSON has none."""
+    typer.echo(json.dumps(json.loads(canonical(value)), indent=2))

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from fedblur.commands.names import complete, print_json
+from fedblur.commands.names import complete
 from fedblur.commands.run import DataDir, Device, EngineOption, Json, Plugin, PrecisionOption, Quiet, make_machine
+from fedblur.commands.terminal import print_json
 from fedblur.config import Config, apply_overrides
 from fedblur.errors import ConfigError
 from fedblur.experiments import read_spec
