@@ -1,6 +1,7 @@
 """Text: clients are speakers, test words come after training words, and only parts for text take it."""
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +74,19 @@ def test_text__trains_with_user_level_privacy_to_a_better_loss_than_its_start(
     assert run.epsilon <= 8.0
     assert run.loss < by_frequency - 0.2 < before - 0.7  # 2.6 where the start has 3.58
     assert run.accuracy > 0.2
+
+
+def test_text_page__its_commands_run_and_its_figures_are_those_of_the_data(plays: Federation, tmp_path: Path) -> None:
+    page = (CONFIG.parents[1] / "docs/text.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^fedblur ([^\n#]+)", page, re.MULTILINE)
+    assert len(commands) == 3
+    for number, command in enumerate(commands):
+        words = [str(CONFIG) if word == "examples/text.toml" else word for word in command.split()]
+        short = ["--rounds", "1", "--set", "local.steps=1", "--out", str(tmp_path / str(number))]
+        result = CliRunner().invoke(app, [*words, *(short if words[0] == "run" else [])])
+        assert result.exit_code == 0, result.output
+    shown = [len(plays.test), math.log(len(LETTERS)), frequencies(plays), plays.train.clients]
+    assert all(text in page for text in (f"{shown[0]:,}", f"{shown[1]:.3f}", f"{shown[2]:.3f}", f"1/{shown[3]}"))
 
 
 def test_char_mlp__starts_with_all_characters_alike(plays: Federation) -> None:
