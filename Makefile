@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run paper test test-long check lint docs docs-serve bench clean
+.PHONY: help setup run paper test test-long check lint docs docs-serve package bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -43,8 +43,12 @@ docs: $(STAMP) ## Build the documentation site into build/site, warnings as erro
 docs-serve: $(STAMP) ## Show the site on this machine, and build it anew when a page changes
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --strict --watch src --watch website
 
+package: $(STAMP) ## Build the wheel and the source archive in dist/, and check them
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+
 bench: $(STAMP) ## Compare with pfl, Flower, FedJAX and a plain loop on this CPU (installs them; under 10 minutes)
 	$(BIN)/python benchmarks/run.py
 
 clean: ## Remove the environment and what runs have written
-	rm -rf $(VENV) runs build benchmarks/.envs
+	rm -rf $(VENV) runs build dist benchmarks/.envs

@@ -53,7 +53,7 @@ def main() -> int:
     if not options.out:
         render(report, BENCHMARKS / "results", BENCHMARKS / "README.md")
         render_front()
-    print(markdown(report, "cpu.png"))
+    print(markdown(report, "cpu.svg"))
     return int(any(row.error for each in measured for row in each.rows))
 
 

@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/scaling.py [--rounds 7] [--out FOLDER]
 
 Whole rounds (sampling, training, clip, noise, ledger, server step) of an MLP on generated clients, on this CPU, in
-about a minute. Writes scaling.json and scaling.png. The fastest of a few rounds counts: other work only ever adds time.
+about a minute. Writes scaling.json and scaling.svg. The fastest of a few rounds counts: other work only ever adds time.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness.pictures import save_svg
 from harness.report import describe_machine
 
 from fedblur.config import Config, LocalTraining
@@ -128,7 +129,7 @@ def plot(table: dict[str, Any], path: Path) -> None:
         axes.set_ylabel("ms of CPU time a round")
         axes.legend()
     figure.suptitle(f"{table['what']}; {table['machine']}, {table['date']}", fontsize=9)
-    figure.savefig(path, dpi=120)
+    save_svg(figure, path)
 
 
 def main() -> None:
@@ -139,7 +140,7 @@ def main() -> None:
     table = report(measure(options.rounds), options.rounds)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "scaling.json").write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n")
-    plot(table, options.out / "scaling.png")
+    plot(table, options.out / "scaling.svg")
     for axis, found in table["axes"].items():
         print(axis, found["line"])
 

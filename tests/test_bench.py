@@ -49,7 +49,7 @@ def test_report__a_failed_system_and_a_different_sum_are_listed_with_the_reason(
     _compare(rows, {"loop": [one, one], "ours": [one, one * (1 + 1e-7)], "pfl": [], "fedjax": [one, one * 1.001]})
     assert rows["ours"].ratio == pytest.approx(0.375)
     assert not rows["ours"].error
-    text = markdown(make_report([Measured(WORKLOADS[0], list(rows.values()), others=0.0)], 2, None), "cpu.png")
+    text = markdown(make_report([Measured(WORKLOADS[0], list(rows.values()), others=0.0)], 2, None), "cpu.svg")
     assert "pfl stopped: no wheel" in text
     assert "differs from the loop's by 1.0e-03" in text
     assert "busy" not in text
@@ -66,3 +66,16 @@ def test_readme__table_is_that_of_the_results_file(tmp_path: Path) -> None:
     table = front.read_text().split(BEGIN)[1].split(END)[0]
     assert "FedBlur" in table
     assert "CPU cores" in table
+
+
+def test_pictures__are_drawn_from_the_stored_results(tmp_path: Path) -> None:
+    from redraw import redraw
+
+    results = BENCHMARKS / "results"
+    redraw(results, tmp_path)
+    for name in ("cpu.svg", "scaling.svg"):
+        drawn = (tmp_path / name).read_text(encoding="utf-8")
+        assert "<svg" in drawn
+        assert abs(len(drawn) - len((results / name).read_text(encoding="utf-8"))) < 2000  # fonts may differ
+        assert f"results/{name}" in (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+    assert not list(results.glob("*.png"))

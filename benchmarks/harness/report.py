@@ -12,6 +12,8 @@ from typing import Any
 
 from harness.front import NAMES
 from harness.measure import TOLERANCE, Measured, Row
+from harness.pictures import save_svg
+from harness.workloads import Workload
 
 BEGIN, END = "<!-- make bench writes from here -->", "<!-- to here -->"
 BUSY = 10.0  # percent of the machine
@@ -113,18 +115,32 @@ def as_json(report: Report) -> dict[str, Any]:
     }
 
 
+def read_report(path: Path) -> Report:
+    """The inverse of `as_json`."""
+    table = json.loads(path.read_text(encoding="utf-8"))
+    measured = [
+        Measured(
+            Workload(**{**each["workload"], "shape": tuple(each["workload"]["shape"])}),
+            [Row(**{key: value for key, value in row.items() if key != "median"}) for row in each["systems"]],
+            each["other_work_percent"],
+        )
+        for each in table["workloads"]
+    ]
+    return Report(table["date"], table["machine"], table["rounds"], table["threads"], measured)
+
+
 def write(report: Report, folder: Path) -> None:
-    """cpu.md, cpu.json and cpu.png in a folder."""
+    """cpu.md, cpu.json and cpu.svg in a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "cpu.md").write_text("# CPU\n" + markdown(report, "cpu.png"))
+    (folder / "cpu.md").write_text("# CPU\n" + markdown(report, "cpu.svg"))
     (folder / "cpu.json").write_text(json.dumps(as_json(report), indent=2, ensure_ascii=False) + "\n")
-    plot(report, folder / "cpu.png")
+    plot(report, folder / "cpu.svg")
 
 
 def render(report: Report, folder: Path, readme: Path) -> None:
     """The tables between the README's markers."""
     text = readme.read_text()
-    picture = Path(os.path.relpath(folder / "cpu.png", readme.parent)).as_posix()
+    picture = Path(os.path.relpath(folder / "cpu.svg", readme.parent)).as_posix()
     before, rest = text.split(BEGIN, 1)
     readme.write_text(f"{before}{BEGIN}\n{markdown(report, picture)}{END}{rest.split(END, 1)[1]}")
 
@@ -148,4 +164,4 @@ def plot(report: Report, path: Path) -> None:
         axes.margins(x=0.2)
         axes.axvline(1, color="black", linewidth=0.8)
         axes.set_title(f"{measured.workload.name}: time of a round, loop = 1", fontsize=10)
-    figure.savefig(path, dpi=120)
+    save_svg(figure, path)

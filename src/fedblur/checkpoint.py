@@ -70,7 +70,9 @@ def load_newest(folder: Path) -> tuple[Checkpoint, list[str]]:
             return _load(path), notes
         except (SafetensorError, ValueError, KeyError, OSError) as error:
             notes.append(f"{path.name} is corrupt ({str(error)[:80]}); falling back to the checkpoint before it")
-    raise RunError(f"{folder} has no usable checkpoint" + (f": {'; '.join(notes)}" if notes else "; start a new run"))
+    broken = ", ".join(path.name for path in _newest_first(folder))
+    found = f": {broken} cannot be read; restore one from a copy, or" if broken else ";"
+    raise RunError(f"{folder} has no usable checkpoint{found} start a new run")
 
 
 def _load(path: Path) -> Checkpoint:

@@ -2,48 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from typer.core import TyperGroup
 
 from fedblur.commands import audit, data, deploy, ledger, paper, plan, report, run, statement, table, tune
-from fedblur.engines.distributed import rank
-from fedblur.errors import FedBlurError
+from fedblur.commands.guard import Guarded, end_of_a_bug
+from fedblur.commands.terminal import speak_plainly
 from fedblur.version import version
-
-BAD_INPUT = 2
-STOPPED = 130
-
-
-class Guarded(TyperGroup):
-    """Turns what a user can mend into one line on standard error; bugs still show their traceback."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except FedBlurError as error:
-            self._say(f"error: {error}")
-            raise typer.Exit(BAD_INPUT) from None
-        except OSError as error:
-            where = f"{error.filename}: " if error.filename else ""
-            self._say(f"error: {where}{error.strerror or error}")
-            raise typer.Exit(BAD_INPUT) from None
-        except KeyboardInterrupt:
-            self._say("stopped; what was paid for is saved (fedblur resume goes on)")
-            raise typer.Exit(STOPPED) from None
-
-    def _say(self, line: str) -> None:
-        who = f"rank {rank()}: " if rank() else ""
-        Console(stderr=True, soft_wrap=True).print(who + " ".join(line.split()), markup=False, highlight=False)
-
 
 app = typer.Typer(
     name="fedblur",
     cls=Guarded,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # reflows paragraphs, and leaves [base] alone
     help="Federated learning with user-level differential privacy: DP-FedAvg, BLUR, LUS, and an epsilon to check.",
 )
 app.command("run")(run.run)
@@ -79,4 +52,8 @@ def _options(
 
 def main() -> None:
     """The entry point of `fedblur`."""
-    app()
+    speak_plainly()
+    try:
+        app(prog_name="fedblur")
+    except Exception:
+        end_of_a_bug()

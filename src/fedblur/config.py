@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from fedblur.errors import ConfigError, RunError
-from fedblur.registry import convert_part, from_table, is_a, part, to_table
+from fedblur.errors import ConfigError, RunError, nearest
+from fedblur.registry import check_types, convert_part, from_table, is_a, part, to_table
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class LocalTraining:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
+        check_types(self, "local.")
         demand(self.steps >= 1, "local.steps", self.steps, "must be at least 1")
         demand(self.batch_size >= 1, "local.batch_size", self.batch_size, "must be at least 1")
         demand(0 < self.learning_rate < math.inf, "local.learning_rate", self.learning_rate, "must be above 0")
@@ -76,6 +77,7 @@ class Config:
     checkpoint_every: int = 10
 
     def __post_init__(self) -> None:
+        check_types(self)
         for f in fields(self):
             if "part" in f.metadata:
                 value = convert_part(f.metadata["part"], getattr(self, f.name), f.metadata["many"])
@@ -248,7 +250,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; give the path of a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+        json_ = " (it looks like JSON, and TOML is written key = value)" if path.read_bytes()[:1] == b"{" else ""
+        raise ConfigError(f"{path} is not valid TOML: {error}{json_}; mend that line") from None
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}") from None
 
@@ -303,7 +306,10 @@ def _assign_method(methods: Any, path: list[str], value: Any, key: str) -> list[
 
 def _default_part(key: str) -> str:
     """The name that a part has when the configuration does not say."""
-    default = next((f.default for f in fields(Config) if f.name == key and "part" in f.metadata), None)
+    known = {f.name: f for f in fields(Config)}
+    if key not in known:
+        raise ConfigError(f"--set {key}.…: unknown key {key!r}: {nearest(key, known)}")
+    default = known[key].default if "part" in known[key].metadata else None
     if not isinstance(default, str):
         raise ConfigError(f"--set {key}.…: set {key}=NAME first, then its settings")
     return default

@@ -177,7 +177,9 @@ def _check_output(module: nn.Module, shape: tuple[int, ...], classes: int) -> No
             output = module(zeros)
     except Exception as error:  # whatever a foreign forward raises, the user needs the same one line
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"the model cannot read samples of shape {tuple(shape)}: {reason}") from error
+        raise ModelError(
+            f"the model cannot read samples of shape {tuple(shape)}: {reason}; make its first layer fit"
+        ) from error
     if not isinstance(output, Tensor):
         raise ModelError(f"the model returns a {type(output).__name__}: it must return one tensor of logits")
     if tuple(output.shape) != (2, classes):

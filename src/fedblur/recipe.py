@@ -252,6 +252,11 @@ def family(shape: tuple[int, ...]) -> Family:
 
 def _form(table: Mapping[str, Any]) -> Form:
     data = build("dataset", table.get("dataset", "digits"))
+    if data.text:
+        raise ConfigError(
+            f"recipe='best' is a rule for images and numbers, and {data.part_name} is text; drop it and start from "
+            "examples/text.toml"
+        )
     form: Form | None = data.form()
     if form is None:
         raise ConfigError(

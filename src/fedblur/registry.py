@@ -11,9 +11,11 @@ Third parties add theirs through the entry-point group `fedblur.parts`: each ent
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import importlib
 import pkgutil
+import re
 import typing
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
@@ -49,6 +51,9 @@ T = TypeVar("T", bound=type)
 
 def register(kind: Kind, name: str) -> Callable[[T], T]:
     """Class decorator: makes a frozen dataclass available as `name` in configurations."""
+
+    if kind not in _PARTS:
+        raise ConfigError(f"{kind!r} is not a kind of part: {nearest(kind, KINDS)}")
 
     def add(part: T) -> T:
         if not dataclasses.is_dataclass(part):
@@ -89,7 +94,9 @@ def build(kind: Kind, value: Any) -> Any:
         raise ConfigError(f"{kind}={value!r} must be a name or a table with a name, like {kind} = {example(kind)}")
     name = table["name"]
     if name not in known:
-        raise ConfigError(f"{kind} {name!r} is unknown: {nearest(name, known)}")
+        slip = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+        own = "" if slip else " A part of your own: name its file with --plugin FILE or plugins = [...]"
+        raise ConfigError(f"{kind} {name!r} is unknown: {nearest(name, known)}{own}")
     return from_table(known[name], {k: v for k, v in table.items() if k != "name"}, f"{kind}.{name}.")
 
 
@@ -127,9 +134,19 @@ def from_table(schema: type, table: Mapping[str, Any], prefix: str = "") -> Any:
     fields = {f.name: f for f in dataclasses.fields(schema)}
     unknown = next((key for key in table if key not in fields), None)
     if unknown is not None:
-        raise ConfigError(f"unknown key {prefix + unknown!r}: {nearest(unknown, fields)}")
+        known = nearest(unknown, fields) if fields else f"{prefix.rstrip('.')} has no settings; drop it"
+        raise ConfigError(f"unknown key {prefix + unknown!r}: {known}")
     values = {key: _convert(fields[key], hints[key], value, prefix) for key, value in table.items()}
     return schema(**values)
+
+
+def check_types(part: Any, prefix: str = "") -> None:
+    """The same for values that were given in Python: a dataclass does not look at them itself."""
+    hints = typing.get_type_hints(type(part))
+    for field in dataclasses.fields(part):
+        if "part" not in field.metadata:
+            value = _convert(field, hints[field.name], getattr(part, field.name), prefix)
+            object.__setattr__(part, field.name, value)
 
 
 def _convert(field: dataclasses.Field[Any], hint: Any, value: Any, prefix: str) -> Any:
@@ -152,9 +169,13 @@ def convert_part(kind: Kind, value: Any, many: bool = False) -> Any:
     if not many:
         return build(kind, value)
     if isinstance(value, str):  # "blur+lus", as typed on the command line; DP-FedAvg is the empty list
+        if re.search(r"\w[\s,;/&]+\w", value):
+            raise ConfigError(f'{kind}={value!r}: join several with a plus, like {kind} = "blur+lus"')
         value = [word.strip() for word in value.split("+") if word.strip() != "dp-fedavg"]
     if isinstance(value, Mapping):
         value = [value]
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"{kind}={value!r} must be a name or a list of parts, like {kind} = {example(kind)}")
     return tuple(build(kind, item) for item in value)
 
 

@@ -51,7 +51,7 @@ class Results:
 
     def _read(self, path: Path) -> None:
         try:
-            result = json.loads(path.read_text())
+            result = json.loads(path.read_text(encoding="utf-8"))
             key = config_hash(from_dict(result["config"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             self.broken.append(Stale(path, "unknown", f"it cannot be read ({error!r})"))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedblur.checkpoint import write_atomically
-from fedblur.config import canonical, differences
-from fedblur.errors import RunError
+from fedblur.config import Config, canonical, differences
+from fedblur.data.population import Federation
+from fedblur.errors import ConfigError, RunError
 
 
 @dataclass(frozen=True)
@@ -74,13 +76,29 @@ class RunFolder:
     def resolved(self) -> dict[str, Any]:
         """The configuration that the run was started with."""
         try:
-            table = json.loads(self.config.read_text())
+            table = json.loads(self.config.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise RunError(f"{self.path} is not a run folder: it has no config.json") from None
+            raise RunError(f"{self.path} is not a run folder: it has no config.json; {self._suggestion()}") from None
         except (OSError, ValueError) as error:
-            raise RunError(f"{self.config} cannot be read: {error}") from None
-        assert isinstance(table, dict)
+            raise RunError(f"{self.config} cannot be read: {error}; restore it or start a new run") from None
+        if not isinstance(table, dict):
+            raise RunError(f"{self.config} is not the configuration of a run; restore it or start a new run")
         return table
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """A configuration that makes no sense here may have done so elsewhere: say whose it is."""
+        try:
+            yield
+        except ConfigError as error:
+            raise RunError(f"{self.config}: {error} (was it written by another version of fedblur?)") from None
+
+    def _suggestion(self) -> str:
+        """The newest run nearby."""
+        near = self.path if self.path.is_dir() else self.path.parent
+        runs = [path.parent for path in near.glob("*/config.json")]
+        newest = max(runs, key=lambda run: run.stat().st_mtime, default=None)
+        return "give a folder that fedblur run has written" if newest is None else f"did you mean {newest}?"
 
     def record_engine(self, kind: str, device: str, words: str) -> None:
         """Which engine computes this run: another one would give other bits."""
@@ -90,7 +108,7 @@ class RunFolder:
     def recorded_engine(self, device: str) -> str | None:
         """The engine that this run was started with on this kind of device; None where that is not known."""
         try:
-            record = json.loads(self.engine.read_text())
+            record = json.loads(self.engine.read_text(encoding="utf-8"))
             return str(record["engine"]) if record["device"] == device else None
         except FileNotFoundError:  # a run from before engines were recorded
             return None
@@ -100,7 +118,7 @@ class RunFolder:
     def append_round(self, row: Mapping[str, Any]) -> None:
         """One line of rounds.jsonl."""
         try:
-            with self.rounds.open("a") as file:
+            with self.rounds.open("a", encoding="utf-8", newline="\n") as file:
                 file.write(json.dumps(row) + "\n")
         except OSError as error:
             raise RunError(f"{self.rounds} cannot be written: {error.strerror}; free space and resume") from None
@@ -110,7 +128,7 @@ class RunFolder:
         if not self.rounds.exists():
             return []
         rows = []
-        for line in self.rounds.read_text().splitlines():
+        for line in self.rounds.read_text(encoding="utf-8").splitlines():
             try:
                 rows.append(json.loads(line))
             except ValueError:
@@ -125,3 +143,11 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         write_atomically(self.summary, (json.dumps(json.loads(canonical(summary)), indent=2) + "\n").encode())
+
+
+def default_folder(config: Config, federation: Federation | None = None) -> Path:
+    """runs/DATASET-DATE-TIME, with a counter where that exists."""
+    name = federation.name if federation is not None else config.dataset.part_name
+    stem = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    candidates = [Path(stem), *(Path(f"{stem}-{i}") for i in range(2, 1000))]
+    return next(path for path in candidates if not path.exists())

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fedblur.accounting import PrivacyPlan, make_plan
 from fedblur.binding import mechanism_for
 from fedblur.bounding import Message
+from fedblur.cautions import cautions
 from fedblur.client import ClientJob
 from fedblur.config import Config, config_hash
 from fedblur.data.federation import load_federation
@@ -23,6 +24,7 @@ from fedblur.engines.distributed import Ranks, own_device
 from fedblur.engines.local import EngineName
 from fedblur.engines.timing import Work, timed_choice
 from fedblur.errors import ConfigError
+from fedblur.fitting import check_fit
 from fedblur.functional import Layout, ModuleFunction, as_function, check_model, initial_vector
 from fedblur.ledger import Budget, ForeignLedger, Ledger
 from fedblur.models import make_model
@@ -87,6 +89,11 @@ class Setup:
         """What a run says first."""
         return f"engine: {self.machine}; --engine names another"
 
+    @property
+    def cautions(self) -> list[str]:
+        """What is allowed and probably not meant."""
+        return cautions(self.protocol.plan, self.federation.train.clients, self.protocol.layout.total)
+
 
 def prepare(
     config: Config,
@@ -105,6 +112,7 @@ def prepare(
     device, rng = machine.torch_device(), make_rng(config.seed)
     data = federation or load(config, machine)
     shape, classes, named = data.train.shape, data.train.classes, module is None
+    check_fit(config, data, named)
     if module is None:
         module = make_model(config.model, shape, classes, rng.child("init").seed())
     check_model(module, shape, classes)

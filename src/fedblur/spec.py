@@ -15,13 +15,14 @@ import functools
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from fedblur.config import Config, apply_overrides, config_hash, from_dict, read_toml
+from fedblur.config import Config, apply_overrides, config_hash, from_dict
 from fedblur.errors import ConfigError, nearest
+from fedblur.plugins import read_config
 
 _SECTIONS = {"title", "note", "tuning", "results", "base", "axes", "rows", "expected"}
 _ROW = {"label", "axes", "priority"}  # the other keys of a row are settings
@@ -79,8 +80,10 @@ class Spec:
 
 def read_spec(path: Path, overrides: Iterable[str] = ()) -> Spec:
     """Expand a TOML file into cells; every configuration is checked before the first one runs."""
-    table = read_toml(path)
+    table = read_config(path)
     unknown = next((key for key in table if key not in _SECTIONS), None)
+    if unknown in {field.name for field in fields(Config)}:
+        raise ConfigError(f"{path} is the configuration of one run; start it with: fedblur run {path}")
     if unknown is not None:
         raise ConfigError(f"{path}: unknown section {unknown!r}: {nearest(unknown, _SECTIONS)}")
     cells: dict[tuple[str, str], Cell] = {}
@@ -108,7 +111,7 @@ def _expand(
     axes, priority = row.get("axes", axes), row.get("priority", _PRIORITY)
     for name, values in axes.items():
         if not isinstance(values, list) or not values:
-            raise ConfigError(f"axes.{name}={values!r} must be a list of at least one value")
+            raise ConfigError(f"axes.{name}={values!r} must be a list of at least one value, like {name} = [2, 4]")
     if not isinstance(priority, int):
         raise ConfigError(f"priority={priority!r} of row {row['label']!r} must be a whole number")
     merged = {**base, **{key: value for key, value in row.items() if key not in _ROW}}

@@ -12,6 +12,7 @@ import torch
 from fedblur.accounting import PrivacyPlan, adjacency
 from fedblur.config import Config, canonical
 from fedblur.planning import signal_to_noise
+from fedblur.plugins import loaded
 from fedblur.registry import describe
 from fedblur.round import Protocol
 from fedblur.server import ServerState
@@ -59,7 +60,8 @@ def evaluated_on(config: Config) -> str:
 
 def versions() -> dict[str, str]:
     """What a run was computed with."""
-    return {"fedblur": version(), "torch": torch.__version__, "python": platform.python_version()}
+    own = {f"plugin {name}": digest for name, digest in loaded().items()}
+    return {"fedblur": version(), "torch": torch.__version__, "python": platform.python_version(), **own}
 
 
 def privacy_statement(setup: Setup, state: ServerState) -> dict[str, Any]:
@@ -68,6 +70,7 @@ def privacy_statement(setup: Setup, state: ServerState) -> dict[str, Any]:
     spends = len(setup.protocol.ledger.spends())
     return {
         "warning": warning(setup),
+        "cautions": setup.cautions,
         "epsilon": setup.protocol.ledger.epsilon(),
         "delta": plan.delta,
         "accountant": config.accountant,

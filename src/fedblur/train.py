@@ -17,6 +17,7 @@ from typing import Any
 from safetensors.torch import save
 from torch import nn
 
+from fedblur.arguments import check_arguments
 from fedblur.checkpoint import Checkpoint, load_newest, save_checkpoint, write_atomically
 from fedblur.config import Config, canonical, differences, from_dict, to_dict
 from fedblur.data.population import Federation
@@ -27,7 +28,7 @@ from fedblur.functional import initial_vector, load_vector
 from fedblur.ledger import demand_anchor
 from fedblur.measuring import measure, measure_fairness
 from fedblur.round import client_job, run_round, sum_clients
-from fedblur.runfolder import RunFolder
+from fedblur.runfolder import RunFolder, default_folder
 from fedblur.server import ServerState, published
 from fedblur.setup import Machine, Setup, prepare
 from fedblur.summary import summarise
@@ -51,6 +52,11 @@ class Run:
         return float(self.summary["accuracy"])
 
     @property
+    def loss(self) -> float:
+        """Mean cross-entropy of the final round, in nats."""
+        return float(self.summary["loss"])
+
+    @property
     def epsilon(self) -> float:
         return float(self.summary["privacy"]["epsilon"])
 
@@ -72,14 +78,15 @@ def train(
     Under torchrun, call it on every rank: rank 0's configuration and folder count, and all get the same Run. `nodes`
     are the clients of a real federation (`engines/flower`).
     """
+    check_arguments(config, machine, federation, module)
     config, machine = config or Config(), machine or Machine()
     if nodes is not None:
-        folder = RunFolder(Path(out or default_folder(config)))
+        folder = RunFolder(Path(out or default_folder(config, federation)))
         return _begin(config, folder, machine, federation, module, watch, tell, nodes)
     with together(machine.torch_device, machine.rank_timeout) as ranks:
         if ranks is not None and ranks.rank:
             return _assist(ranks, machine, federation, module)
-        folder = RunFolder(Path(out) if out is not None else default_folder(config))
+        folder = RunFolder(Path(out) if out is not None else default_folder(config, federation))
         return _begin(config, folder, machine, federation, module, watch, tell, ranks)
 
 
@@ -109,7 +116,8 @@ def _begin(
         folder.abandon()  # nothing was released: leave no half-made run behind
         raise
     if tell is not None:
-        tell(setup.header)
+        for line in (setup.header, *(f"caution: {caution}" for caution in setup.cautions)):
+            tell(line)
     state = setup.protocol.server.init(setup.initial)
     if config.averaging is not None:
         state = config.averaging.init(state)
@@ -128,6 +136,7 @@ def resume(
     nodes: Processes | None = None,
 ) -> Run:
     """Go on with a run from its last whole checkpoint. `tell` hears what had to be mended."""
+    check_arguments(None, machine, federation, module)
     machine = machine or Machine()
     if nodes is not None:
         return _go_on(RunFolder(Path(path)), machine, federation, module, watch, tell, nodes)
@@ -154,7 +163,8 @@ def _go_on(
         raise RunError(
             f"the configuration of {path} was changed ({'; '.join(changed)}); put it back or start a new run"
         )
-    config = _config_of(resolved, federation, module)
+    with folder.reading():
+        config = _config_of(resolved, federation, module)
     demand_anchor(folder.ledger, checkpoint.state.get("ledger"), f"the checkpoint of round {checkpoint.round}")
     for note in notes:
         tell(note)
@@ -213,13 +223,6 @@ def _assist(ranks: Ranks, machine: Machine, federation: Federation | None, modul
 def _config_of(resolved: dict[str, Any], federation: Federation | None, module: nn.Module | None) -> Config:
     _demand_own_parts(resolved, federation, module)
     return from_dict({key: value for key, value in resolved.items() if key != "own"})
-
-
-def default_folder(config: Config) -> Path:
-    """runs/DATASET-DATE-TIME, with a counter where that exists."""
-    stem = f"runs/{config.dataset.part_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    candidates = [Path(stem), *(Path(f"{stem}-{i}") for i in range(2, 1000))]
-    return next(path for path in candidates if not path.exists())
 
 
 def _loop(

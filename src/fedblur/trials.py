@@ -75,7 +75,7 @@ def _draw(search: Search, local: Path, rng: Rng) -> list[int]:
     """Which configuration each trial has; drawn once, so that a search that is stopped cannot draw again."""
     path = local / "drawn.json"
     if path.exists():
-        drawn = json.loads(path.read_text())
+        drawn = json.loads(path.read_text(encoding="utf-8"))
         if drawn["search"] != search.key:
             raise RunError(f"{local} holds another search that was not finished; finish it, or choose another --out")
         return list(drawn["picks"])
@@ -113,7 +113,7 @@ class _Trials:
         folder, rng = self.local / f"trial-{index}", self.rng.child("trial", index)
         path = folder / "score.json"
         if path.exists():
-            return float(json.loads(path.read_text())["score"])
+            return float(json.loads(path.read_text(encoding="utf-8"))["score"])
         shutil.rmtree(folder, ignore_errors=True)
         config = self.search.candidates[pick]
         if config.seed is not None:
@@ -139,7 +139,7 @@ class _Trials:
 
 def _release(search: Search, winner: RunFolder, out: RunFolder, stated: dict[str, Any]) -> dict[str, Any]:
     """The winner's configuration, model, summary and rounds, without what is local only."""
-    summary: dict[str, Any] = json.loads(winner.summary.read_text())
+    summary: dict[str, Any] = json.loads(winner.summary.read_text(encoding="utf-8"))
     summary["privacy"] |= {"epsilon": search.epsilon, "accountant": "rdp", "releases": 1, **stated}
     summary["local_only"] = {"clipped_share": None}
     barred = ("local_only", "epsilon")  # a trial's own epsilon is not what was spent
@@ -168,7 +168,7 @@ def tune_on_proxy(
         if not folder.summary.exists():
             shutil.rmtree(folder.path, ignore_errors=True)
             train(trial, out=folder.path, machine=machine, watch=watch(trial, index))
-        scores.append(float(json.loads(folder.summary.read_text())["accuracy"]))
+        scores.append(float(json.loads(folder.summary.read_text(encoding="utf-8"))["accuracy"]))
     best = max(range(len(scores)), key=scores.__getitem__)
     run = train(chosen[best], out=out, machine=machine, watch=watch(chosen[best], len(scores)))
     name = trials[0].dataset.part_name

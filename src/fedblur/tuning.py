@@ -75,8 +75,10 @@ def candidates(configs: Iterable[Config]) -> tuple[Config, ...]:
     tables = [json.loads(canonical(to_dict(config))) for config in chosen]
     for key in _SAME:
         if any(table[key] != tables[0][key] for table in tables):
-            hint = "; trials draw their own randomness" if key == "seed" else ""
-            raise ConfigError(f"{key} differs between configurations; a search compares runs on the same clients{hint}")
+            hint = "drop seed: trials draw their own randomness" if key == "seed" else f"give all the same {key}"
+            raise ConfigError(
+                f"{key} differs between configurations; a search compares runs on the same clients; {hint}"
+            )
     if any(config.voting is not None for config in chosen):
         raise ConfigError("a search compares runs of rounds; leave ae-dpfl and knn-dpfl out")
     if chosen[0].validation_share == 0:

@@ -181,7 +181,7 @@ def _claim(folder: RunFolder, books: Books) -> Iterator[str]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object, or nothing where there is none."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

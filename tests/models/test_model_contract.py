@@ -9,6 +9,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 
 from fedblur import registry
+from fedblur.fitting import reads_text
 from fedblur.functional import Layout, initial_vector
 from fedblur.models import Cnn, GnCnn, GnResNet, Logistic, Model, make_model
 
@@ -21,9 +22,20 @@ PARTS = [
 SHAPE, CLASSES = (1, 8, 8), 5
 
 
+def shape_for(part: Model) -> tuple[int, ...]:
+    """What a model can read: small images, or windows of characters."""
+    return (6,) if reads_text(part) else SHAPE
+
+
+def inputs_for(part: Model, lead: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    if reads_text(part):
+        return torch.randint(CLASSES, (*lead, *shape_for(part)), generator=generator).float()
+    return torch.randn(*lead, *shape_for(part), generator=generator)
+
+
 @pytest.mark.parametrize("part", PARTS, ids=repr)
 def test_model__vmap_of_grad_equals_a_loop(part: Model) -> None:
-    module = make_model(part, SHAPE, CLASSES, seed=0).eval()  # eval: dropout is the client's business
+    module = make_model(part, shape_for(part), CLASSES, seed=0).eval()  # eval: dropout is the client's business
     layout = Layout.of(module)
 
     def loss(vector: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -34,7 +46,7 @@ def test_model__vmap_of_grad_equals_a_loop(part: Model) -> None:
     clients, batch = 3, 4
     start = initial_vector(module)
     theta = start + 0.01 * torch.randn(clients, layout.total, generator=generator)
-    x = torch.randn(clients, batch, *SHAPE, generator=generator)
+    x = inputs_for(part, (clients, batch), generator)
     y = torch.randint(CLASSES, (clients, batch), generator=generator)
 
     together = vmap(grad(loss))(theta, x, y)
@@ -47,11 +59,11 @@ def test_model__vmap_of_grad_equals_a_loop(part: Model) -> None:
 
 @pytest.mark.parametrize("part", PARTS, ids=repr)
 def test_make_model__weights_follow_from_the_seed_alone(part: Model) -> None:
-    first = initial_vector(make_model(part, SHAPE, CLASSES, seed=7))
+    first = initial_vector(make_model(part, shape_for(part), CLASSES, seed=7))
     torch.manual_seed(123)
-    assert torch.equal(first, initial_vector(make_model(part, SHAPE, CLASSES, seed=7)))
+    assert torch.equal(first, initial_vector(make_model(part, shape_for(part), CLASSES, seed=7)))
     if not isinstance(part, Logistic):
-        assert not torch.equal(first, initial_vector(make_model(part, SHAPE, CLASSES, seed=8)))
+        assert not torch.equal(first, initial_vector(make_model(part, shape_for(part), CLASSES, seed=8)))
 
 
 def test_make_model__leaves_the_global_random_state_alone() -> None:

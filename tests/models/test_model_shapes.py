@@ -8,8 +8,9 @@ from torch import nn
 
 from fedblur import registry
 from fedblur.errors import ConfigError, ModelError
+from fedblur.fitting import reads_text
 from fedblur.functional import Layout, check_model
-from fedblur.models import Cnn, GnCnn, GnResNet, Logistic, Mlp, Model, ResNet18, make_model
+from fedblur.models import CharMlp, Cnn, GnCnn, GnResNet, Logistic, Mlp, Model, ResNet18, make_model
 from fedblur.models.wavelets import Wavelets
 
 EMNIST = ((1, 28, 28), 62)
@@ -32,6 +33,7 @@ COUNTS = [
     (GnResNet(), *EMNIST, 91_206),
     (GnResNet(standardise=True, head_scale=0.5), *EMNIST, 91_206),
     (GnResNet(front="wavelets"), *EMNIST, 91_206 - 25 * 24 + 17 * 24),
+    (CharMlp(), (8,), 36, 36 * 8 + 64 * 64 + 64 + 64 * 36 + 36),
     (Logistic(), *EMNIST, 784 * 62 + 62),
     (Logistic(), (64,), 10, 650),
     (Mlp(hidden=(32,)), (64,), 10, 64 * 32 + 32 + 32 * 10 + 10),
@@ -52,7 +54,9 @@ def test_resnet18__has_62_trainable_tensors() -> None:
 
 @pytest.mark.parametrize("name", sorted(registry.parts("model")))
 def test_model__every_registered_one_passes_the_check_on_digits(name: str) -> None:
-    check_model(make_model(registry.build("model", name), *DIGITS, seed=0), *DIGITS)
+    part = registry.build("model", name)
+    form = ((8,), 36) if reads_text(part) else DIGITS  # windows of characters, for models that read text
+    check_model(make_model(part, *form, seed=0), *form)
 
 
 @pytest.mark.parametrize("part", [Logistic(), Mlp()])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,16 +13,18 @@ from rich.table import Table
 
 from fedblur.audit import Audit, WorstCase, audit, check_worst_case
 from fedblur.checkpoint import write_atomically
-from fedblur.commands.run import DataDir, Device, EngineOption, Json, PrecisionOption, Quiet, make_machine
-from fedblur.config import Config, canonical, config_hash, from_dict, read_toml
+from fedblur.commands.guard import FOUND
+from fedblur.commands.run import DataDir, Device, EngineOption, Json, Plugin, PrecisionOption, Quiet, make_machine
+from fedblur.commands.terminal import print_json
+from fedblur.config import Config, canonical, config_hash, from_dict
 from fedblur.errors import ConfigError
 from fedblur.experiments import read_spec
+from fedblur.plugins import read_config
 from fedblur.report.audit_plot import plot_audit
 from fedblur.report.progress import bar
 from fedblur.runfolder import RunFolder
 from fedblur.setup import Machine
 
-ABOVE = 1
 Named = tuple[str, Config]
 
 
@@ -37,6 +38,7 @@ def audit_(
     control: Annotated[
         bool, typer.Option(help="Also one run of each row without its noise: it must be found.")
     ] = False,
+    plugin: Plugin = None,
     worst_case: Annotated[bool, typer.Option(help="One release many times on a tiny model instead.")] = False,
     repetitions: Annotated[int, typer.Option(help="With --worst-case: releases with and without the client.")] = 10_000,
     data_dir: DataDir = None,
@@ -64,12 +66,12 @@ def audit_(
         for name, config, removed in jobs
     ]
     if json_:
-        typer.echo(json.dumps(results, indent=2))
+        print_json(results)
     else:
         Console().print(render(results))
         Console().print(f"Results: {folder}")
     if any(result["verdict"] == "ABOVE" and not result["noise_removed"] for result in results):
-        raise typer.Exit(ABOVE)
+        raise typer.Exit(FOUND)
 
 
 def _configs(what: Path | None) -> list[Named]:
@@ -83,9 +85,10 @@ def _configs(what: Path | None) -> list[Named]:
                 f"{what} was started from Python with its own data or model; call fedblur.audit.audit there"
             )
         return [(what.name, from_dict(resolved))]
-    if {"base", "rows"} & read_toml(what).keys():
+    table = read_config(what)
+    if {"base", "rows"} & table.keys():
         return [(f"{cell.group}, seed {cell.config.seed}", cell.config) for cell in read_spec(what).cells]
-    return [(what.stem, from_dict(read_toml(what)))]
+    return [(what.stem, from_dict(table))]
 
 
 def _controls(configs: list[Named]) -> list[tuple[str, Config, bool]]:
@@ -107,7 +110,7 @@ def _one(
     key = f"{config_hash(config)}-{canaries}-{held_out}{'-no-noise' if removed else ''}"
     path = folder / f"{key}.json"
     if path.exists():
-        done: dict[str, Any] = json.loads(path.read_text())
+        done: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return done
     with bar(name, config.rounds, quiet) as tick:
         found: Audit = audit(
@@ -138,7 +141,7 @@ def _cell(attack: dict[str, Any]) -> str:
 
 
 def _worst_cases(configs: list[Named], repetitions: int, as_json: bool, quiet: bool) -> None:
-    broken = False
+    results: list[dict[str, Any]] = []
     for name, config in configs:
         if config.voting is not None:
             raise ConfigError(f"method {config.voting.part_name!r} sends votes, not updates; check a method of rounds")
@@ -147,21 +150,20 @@ def _worst_cases(configs: list[Named], repetitions: int, as_json: bool, quiet: b
         )
         with bar(name, -(-2 * repetitions // 200), quiet or as_json) as tick:
             found = check_worst_case(case, repetitions, tick)
-        broken = broken or found.broken
-        for line in _worst_lines(name, asdict(found) | {"broken": found.broken}, as_json):
-            typer.echo(line)
-    if broken:
-        raise typer.Exit(ABOVE)
-
-
-def _worst_lines(name: str, found: dict[str, Any], as_json: bool) -> Iterator[str]:
+        results.append({"name": name, **asdict(found), "broken": found.broken})
+        if not as_json:
+            typer.echo(_worst_line(results[-1]))
     if as_json:
-        yield json.dumps({"name": name, **found})
-        return
+        print_json(results)
+    if any(result["broken"] for result in results):
+        raise typer.Exit(FOUND)
+
+
+def _worst_line(found: dict[str, Any]) -> str:
     share = found["lower_bound"] / found["claimed"]
     verdict = "BROKEN: weaker than it claims" if found["broken"] else "no violation found"
-    yield (
-        f"{name}: one release at ε = {found['claimed']:g}, δ = 0.01: ε is at least {found['lower_bound']:.3f} "
+    return (
+        f"{found['name']}: one release at ε = {found['claimed']:g}, δ = 0.01: ε is at least {found['lower_bound']:.3f} "
         f"({100 * share:.0f} % of the claim; {found['repetitions']:,} releases with and without the client, by "
         f"{found['best']}): {verdict}"
     )

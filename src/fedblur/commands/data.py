@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fedblur.commands.names import complete
+from fedblur.commands.run import Json
+from fedblur.commands.terminal import print_json
 from fedblur.config import apply_overrides
 from fedblur.data.cache import cache_folder, read_cached
 from fedblur.data.federation import load_federation
@@ -25,7 +27,13 @@ from fedblur.report.data_plot import check_suffix, draw_federation
 
 app = typer.Typer(help="List, fetch and look at data sets.", no_args_is_help=True)
 
-Name = Annotated[str, typer.Argument(help="digits, synthetic, femnist, emnist, cifar10, mnist.", show_default=False)]
+Name = Annotated[
+    str,
+    typer.Argument(
+        help="cifar10, digits, emnist, femnist, mnist, plays, synthetic.", show_default=False,
+        autocompletion=complete("dataset"),
+    ),
+]  # fmt: skip
 DataDir = Annotated[Path | None, typer.Option(help="Folder with data sets in the hub's layout.", envvar="FEDBLUR_DATA")]
 Set = Annotated[
     list[str] | None,
@@ -45,8 +53,11 @@ class _Request:
 
 
 @app.command("list")
-def list_(data_dir: DataDir = None) -> None:
+def list_(data_dir: DataDir = None, json_: Json = False) -> None:
     """All data sets, and whether they are here."""
+    if json_:
+        print_json([_described(build("dataset", name), data_dir) for name in sorted(parts("dataset"))])
+        return
     table = Table(box=None, pad_edge=False)
     for column in ("name", "clients", "partition", "here?", "what it is"):
         table.add_column(column, no_wrap=column != "what it is")
@@ -56,22 +67,41 @@ def list_(data_dir: DataDir = None) -> None:
     Console().print(table)
 
 
+def _described(data: Described, data_dir: Path | None) -> dict[str, Any]:
+    return {
+        "name": data.part_name,
+        "clients": _clients(data),
+        "partition": data.default_partition,
+        "here": data.place(data_dir),
+        "text": data.text,
+        "summary": data.summary,
+    }
+
+
 def _clients(data: Described) -> str:
     by_writer = data.default_partition == "natural" and not isinstance(data, Generated)
     return "writers" if by_writer or data.default_clients is None else str(data.default_clients)
 
 
 @app.command()
-def fetch(name: Name, data_dir: DataDir = None, set_: Set = None) -> None:
+def fetch(name: Name, data_dir: DataDir = None, set_: Set = None, json_: Json = False) -> None:
     """Load a data set once, from the data folder or the hub, and keep it packed in the cache."""
     data = build("dataset", _request(name, None, set_).dataset)
     if data.place(data_dir) == "built in":
-        typer.echo(f"{name} comes with fedblur: nothing to fetch")
+        if json_:
+            print_json({"name": name, "place": "built in"})
+        else:
+            typer.echo(f"{name} comes with fedblur: nothing to fetch")
         return
     assert isinstance(data, Dataset)
     before = data.place(data_dir)
     with Console(stderr=True).status(f"loading {name} ..."):
         raw = data.load(data_dir)
+    if json_:
+        people = None if raw.owners is None else int(raw.owners.max()) + 1
+        found = {"train": len(raw.train), "test": len(raw.test), "natural_clients": people}
+        print_json({"name": name, "place": data.place(data_dir), **found})
+        return
     writers = "" if raw.owners is None else f", {int(raw.owners.max()) + 1:,} natural clients"
     typer.echo(f"{name}: {len(raw.train):,} training and {len(raw.test):,} test samples{writers}")
     cached = data.place(data_dir) == "cached"
@@ -86,6 +116,7 @@ def export(
     to: Annotated[Path, typer.Argument(metavar="DIR", help="The files go to DIR/NAME.")],
     data_dir: DataDir = None,
     set_: Set = None,
+    json_: Json = False,
 ) -> None:
     """Write a data set in a compact form of our own, for machines without the hub's library.
 
@@ -97,6 +128,9 @@ def export(
         raise DataError(f"there is nothing to export: {name} is built in, or not in data_dir={str(data_dir)!r}")
     with Console(stderr=True).status(f"packing {name} ..."):
         written = write_packed(read_cached(name, source), to / name)
+    if json_:
+        print_json([{"path": str(path), "bytes": path.stat().st_size} for path in written])
+        return
     for path in written:
         typer.echo(f"{path}  {path.stat().st_size / 2**20:.1f} MiB")
 
@@ -106,9 +140,14 @@ def show(
     name: Name,
     data_dir: DataDir = None,
     clients: Annotated[int | None, typer.Option(help="N, training clients.")] = None,
-    partition: Annotated[str | None, typer.Option(help="natural, iid, dirichlet, dirichlet_classwise, shards.")] = None,
+    partition: Annotated[
+        str | None,
+        typer.Option(
+            help="natural, iid, dirichlet, dirichlet_classwise, shards.", autocompletion=complete("partition")
+        ),
+    ] = None,
     set_: Set = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    json_: Json = False,
     plot: Annotated[Path | None, typer.Option(help="Draw sizes and labels: .png, .svg or .pdf.")] = None,
 ) -> None:
     """How a data set is divided: clients, samples per client, label skew.
@@ -130,8 +169,11 @@ def show(
     summary = summarise(federation, counts)
     if plot is not None:
         draw_federation(summary, counts, plot)
-    typer.echo(json.dumps(dataclasses.asdict(summary)) if json_ else _text(summary))
-    if plot is not None and not json_:
+    if json_:
+        print_json(dataclasses.asdict(summary))
+        return
+    typer.echo(_text(summary))
+    if plot is not None:
         typer.echo(f"drawn in {plot}")
 
 

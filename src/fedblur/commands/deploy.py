@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from fedblur.commands.run import Json
+from fedblur.commands.terminal import print_json
 from fedblur.engines.flower import template
 from fedblur.errors import ConfigError, RunError
 
@@ -23,6 +25,7 @@ def init(
     port: Annotated[int, typer.Option(help="Port that nodes reach.")] = 8443,
     inner_port: Annotated[int, typer.Option(help="The SuperLink's own port, on the server only.")] = 8000,
     insecure: Annotated[bool, typer.Option("--insecure", help="No TLS, no keys: only on this machine.")] = False,
+    json_: Json = False,
 ) -> None:
     """Write a complete Flower app: settings, a data loader to fill in, and scripts for certificates, server and nodes.
 
@@ -45,6 +48,9 @@ def init(
     (folder / "secrets").mkdir(mode=0o700, exist_ok=True)
     if insecure:
         Console(stderr=True, soft_wrap=True).print(_INSECURE, markup=False)
+    if json_:
+        print_json({"folder": str(folder), "files": [str(folder / path) for path in texts], "tls": not insecure})
+        return
     typer.echo(f"{folder}: fill in {folder / 'app/federation/task.py'}, then follow docs/deploy.md")
 
 
@@ -76,5 +82,5 @@ def _alternative_name(host: str) -> str:
         return f"IP:{ipaddress.ip_address(host)}"
     except ValueError:
         if not host.isascii() or not all(part.strip("-").replace("-", "").isalnum() for part in host.split(".")):
-            raise ConfigError(f"host={host!r} is neither an address nor a name") from None
+            raise ConfigError(f"host={host!r} is neither an address nor a name, like fed.example.org") from None
         return f"DNS:{host}"

@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from fedblur import events
-from fedblur.commands.run import Json
+from fedblur.commands.guard import FOUND
+from fedblur.commands.run import Json, Plugin
+from fedblur.commands.terminal import print_json
 from fedblur.config import canonical
 from fedblur.verification import ACCOUNTANTS, Books, compose, read_books, verify
-
-FOUND = 1
 
 app = typer.Typer(no_args_is_help=True, help="What runs have spent, and whether their ledgers can be relied on.")
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")]
@@ -32,7 +32,7 @@ def show(
     total_delta, total = compose(books, delta)
     if json_:
         answer = {"runs": [_facts(book) for book in books], "total": {"delta": total_delta, "epsilon": total}}
-        typer.echo(json.dumps(json.loads(canonical(answer)), indent=2))
+        print_json(answer)
         return
     table = Table(box=None, pad_edge=False)
     for column in ("run", "releases", "rounds", "δ", "ε (PLD)", "ε (RDP)", "budget", "event"):
@@ -50,18 +50,21 @@ def show(
 
 
 @app.command("verify")
-def verify_(runs: Runs) -> None:
-    """Check the hash chain, that nothing is missing from it, and that epsilon follows from its events."""
-    found = False
-    for run in runs:
-        findings = verify(run)
-        found = found or bool(findings)
+def verify_(runs: Runs, plugin: Plugin = None, json_: Json = False) -> None:
+    """Check the hash chain, that nothing is missing from it, and that epsilon follows from its events.
+
+    Exit status 1: something was found.
+    """
+    checked = {run: verify(run) for run in runs}
+    if json_:
+        print_json([{"run": str(run), "verified": not found, "findings": found} for run, found in checked.items()])
+    for run, findings in () if json_ else checked.items():
         for finding in findings:
             typer.echo(f"{run}: NOT VERIFIED: {finding}")
         if not findings:
             book = read_books(run)
             typer.echo(f"{run}: verified, {len(book.spends)} releases, {_spent(book)}, ledger {book.chain.head}")
-    if found:
+    if any(checked.values()):
         raise typer.Exit(FOUND)
 
 

@@ -11,7 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from fedblur.accounting import adjacency
-from fedblur.config import canonical
+from fedblur.commands.names import complete, complete_recipe
+from fedblur.commands.run import Json
+from fedblur.commands.terminal import print_json
 from fedblur.errors import ConfigError
 from fedblur.planning import ACCOUNTANTS, PAPER_CNN, Outlook, Setting, outlook
 from fedblur.recipe import Recipe, choose
@@ -25,22 +27,34 @@ def plan(
     epsilon: Annotated[float | None, typer.Option(help="Privacy target; the noise follows.")] = None,
     noise_multiplier: Annotated[float | None, typer.Option(help="σ; epsilon follows.")] = None,
     delta: Annotated[str, typer.Option(help='A number, "1/N" or "N^-1.1".')] = "1/N",
-    sampling: Annotated[str, typer.Option(help="poisson, fixed or full.")] = "poisson",
+    sampling: Annotated[
+        str, typer.Option(help="poisson, fixed or full.", autocompletion=complete("sampling"))
+    ] = "poisson",
     parameters: Annotated[
         int | None, typer.Option(help=f"d, the model's size [default: {PAPER_CNN}, the paper's CNN].")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="A model by name instead, with --shape and --classes.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A model by name instead, with --shape and --classes.", autocompletion=complete("model")),
+    ] = None,
     shape: Annotated[str | None, typer.Option(help="Of one sample, for --model or --recipe: 1,28,28.")] = None,
     classes: Annotated[int | None, typer.Option(help="For --model or --recipe.")] = None,
     clip_norm: Annotated[
         float | None, typer.Option(help="S; it scales the noise, not the signal-to-noise ratio [default: 0.1].")
     ] = None,
-    mechanism: Annotated[str, typer.Option(help="gaussian, ddgauss or skellam.")] = "gaussian",
+    mechanism: Annotated[
+        str, typer.Option(help="gaussian, ddgauss or skellam.", autocompletion=complete("mechanism"))
+    ] = "gaussian",
     bits: Annotated[int | None, typer.Option(help="Of a discrete mechanism: sums are modulo 2^bits.")] = None,
-    recipe: Annotated[str | None, typer.Option(help='"best": choose what is not given, and explain.')] = None,
-    dataset: Annotated[str | None, typer.Option(help="For --recipe, instead of --shape and --classes.")] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help='"best": choose what is not given, and explain.', autocompletion=complete_recipe)
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(help="For --recipe, instead of --shape and --classes.", autocompletion=complete("dataset")),
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw epsilon over rounds and R over sample rates.")] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_: Json = False,
 ) -> None:
     """Find the noise for an epsilon, or the epsilon of a noise, and what to expect. No data are needed.
 
@@ -65,7 +79,7 @@ def plan(
         plot_outlook(answer, plot)
     if json_:
         explained = {} if chosen is None else {"recipe": {"settings": chosen.settings, "why": chosen.lines}}
-        typer.echo(canonical(answer.as_dict() | explained))
+        print_json(answer.as_dict() | explained)
         return
     console = Console()
     for line in [] if chosen is None else chosen.lines:
@@ -91,7 +105,11 @@ def make_setting(table: dict[str, Any], parameters: int, mechanism: dict[str, An
     """What is planned; what has no default must be there."""
     missing = next((key for key in ("clients", "sample_rate", "rounds") if table[key] is None), None)
     if missing is not None:
-        raise ConfigError(f"--{missing.replace('_', '-')} is missing; give it, or let --recipe best choose p and T")
+        recipe = "" if missing == "clients" else " (or --recipe best with --dataset, which chooses it)"
+        raise ConfigError(
+            f"--{missing.replace('_', '-')} is missing{recipe}; for instance: "
+            "fedblur plan --clients 3400 --sample-rate 0.04 --rounds 1000 --epsilon 2"
+        )
     given = {key: value for key, value in table.items() if value is not None}
     return Setting(**given, parameters=parameters, mechanism=mechanism)
 

@@ -11,19 +11,37 @@ from typing import Annotated, Any, cast, get_args
 import typer
 from rich.console import Console
 
-from fedblur.config import apply_overrides, canonical, from_dict, parse_value, read_toml
+from fedblur.commands.names import complete, complete_method, complete_recipe
+from fedblur.commands.terminal import print_json
+from fedblur.config import apply_overrides, from_dict, parse_value
 from fedblur.engines.distributed import rank
 from fedblur.engines.local import EngineName
 from fedblur.errors import ConfigError
 from fedblur.loggers import with_loggers
+from fedblur.plugins import load_plugins, read_config
+from fedblur.registry import parts
 from fedblur.report.progress import RunProgress
 from fedblur.report.statement import write_statement
 from fedblur.report.text import print_summary
+from fedblur.runfolder import default_folder
 from fedblur.setup import Machine, Precision
-from fedblur.train import Run, default_folder, train
+from fedblur.train import Run, train
 from fedblur.train import resume as resume_run
 from fedblur.watching import Watcher
 
+DatasetOption = Annotated[
+    str | None,
+    typer.Option(
+        help="cifar10, digits, emnist, femnist, mnist, plays, synthetic; fedblur data list says which are here.",
+        autocompletion=complete("dataset"),
+    ),
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        help="char_mlp (text), cnn, gn_cnn, gn_resnet, logistic, mlp, resnet18.", autocompletion=complete("model")
+    ),
+]
 DataDir = Annotated[Path | None, typer.Option(help="Folder with data sets in the hub's layout.", envvar="FEDBLUR_DATA")]
 Device = Annotated[str, typer.Option(help='Where to compute: "auto", "cpu", "cuda", "cuda:1".')]
 EngineOption = Annotated[
@@ -41,20 +59,35 @@ Set = Annotated[
 LoggerOption = Annotated[
     list[str] | None, typer.Option("--logger", metavar="NAME", help="tensorboard or mlflow, local only; repeatable.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else on standard output.")]
+Plugin = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--plugin", metavar="FILE", is_eager=True, callback=lambda files: load_plugins(files or ()),
+        help="A Python file that registers parts of your own (it is executed); repeatable.",
+    ),
+]  # fmt: skip
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress display.")]
 
 
 def run(
     config: Annotated[Path | None, typer.Argument(help="A TOML file; without one, digits with the defaults.")] = None,
-    dataset: Annotated[str | None, typer.Option(help="digits, synthetic, femnist, emnist, cifar10, mnist.")] = None,
+    dataset: DatasetOption = None,
     recipe: Annotated[
-        str | None, typer.Option(help='"best": all settings that are not given, by rule (fedblur plan explains).')
+        str | None,
+        typer.Option(
+            help='"best": all settings that are not given, by rule (fedblur plan explains).',
+            autocompletion=complete_recipe,
+        ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="logistic, mlp, cnn, gn_cnn, resnet18.")] = None,
+    model: ModelOption = None,
     method: Annotated[
         str | None,
-        typer.Option(help='blur, lus, prox, sam, "blur+lus"; ae-dpfl, knn-dpfl; dp-fedavg, fedavg, clip-only.'),
+        typer.Option(
+            help='augment, balance, blur, lus, prox, sam, joined: "blur+lus"; ae-dpfl, knn-dpfl; '
+            "dp-fedavg (none of them); fedavg and clip-only (not private).",
+            autocompletion=complete_method,
+        ),
     ] = None,
     epsilon: Annotated[float | None, typer.Option(help="Privacy target; the noise follows. inf: no noise.")] = None,
     delta: Annotated[str | None, typer.Option(help='A number, "1/N" or "N^-1.1".')] = None,
@@ -65,6 +98,7 @@ def run(
     clients: Annotated[int | None, typer.Option(help="N, training clients.")] = None,
     seed: Annotated[int | None, typer.Option(help="Reproducible and NOT PRIVATE; leave out for OS entropy.")] = None,
     set_: Set = None,
+    plugin: Plugin = None,
     out: Annotated[Path | None, typer.Option(help="Run folder (default: runs/DATASET-DATE-TIME).")] = None,
     data_dir: DataDir = None,
     device: Device = "auto",
@@ -81,6 +115,8 @@ def run(
     privacy ledger, checkpoints and the model.
     """
     table = _read(config)
+    if {"base", "rows", "axes"} & table.keys():
+        raise ConfigError(f"{config} is a table of runs; start it with: fedblur table {config}")
     flags = {
         "dataset": dataset, "model": model, "method": method, "epsilon": epsilon, "rounds": rounds,
         "delta": None if delta is None else parse_value(delta), "sample_rate": sample_rate, "clients": clients,
@@ -97,6 +133,7 @@ def run(
 
 def resume(
     path: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    plugin: Plugin = None,
     data_dir: DataDir = None,
     device: Device = "auto",
     engine: EngineOption = "auto",
@@ -128,12 +165,18 @@ def _read(path: Path | None) -> dict[str, Any]:
     """A configuration file: TOML as people write it, or the config.json of a run folder."""
     if path is None:
         return {}
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; give a TOML file, or go on with a run: fedblur resume {path}")
+    if not path.exists() and str(path) in parts("dataset"):
+        raise ConfigError(f"{path} is no file; did you mean --dataset {path}?")
     if path.suffix != ".json":
-        return read_toml(path)
+        return read_config(path)
     try:
-        table: dict[str, Any] = json.loads(path.read_text())
+        table = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+        raise ConfigError(f"{path} is not valid JSON: {error}; mend it, or write TOML") from None
+    if not isinstance(table, dict):
+        raise ConfigError(f'{path} holds a {type(table).__name__}; a configuration is an object: {{"rounds": 100}}')
     return table
 
 
@@ -151,7 +194,7 @@ def _show(done: Run, as_json: bool) -> None:
     if rank() > 0:
         return
     if as_json:
-        typer.echo(json.dumps(json.loads(canonical({"run": str(done.path), **done.summary})), indent=2))
+        print_json({"run": str(done.path), **done.summary})
     else:
         print_summary(done, Console())
         Console(soft_wrap=True).print(privacy_line(done.path), highlight=False)

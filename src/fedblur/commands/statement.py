@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fedblur.commands.run import Json
-from fedblur.config import canonical
+from fedblur.commands.run import Json, Plugin
+from fedblur.commands.terminal import print_json
 from fedblur.report.statement import write_statement
 
 
@@ -19,11 +18,12 @@ def statement(
         list[Path] | None, typer.Option(help="Another run on the same clients (tuning, an earlier try); repeatable.")
     ] = None,
     tuning: Annotated[str, typer.Option(help="How settings were chosen, in a sentence.")] = "",
+    plugin: Plugin = None,
     json_: Json = False,
 ) -> None:
     """Write statement.md, statement.html and statement.json into the run folder, and print the claim in one line."""
     made, path = write_statement(run, also or (), tuning)
     if json_:
-        typer.echo(json.dumps(json.loads(canonical(made.facts())), indent=2))
+        print_json(made.facts())
     else:
         typer.echo(f"Privacy: {made.one_line()}. Statement: {path} (.html, .json)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,12 +15,13 @@ from fedblur.commands.run import (
     Device,
     EngineOption,
     Json,
+    Plugin,
     PrecisionOption,
     Quiet,
     make_machine,
     privacy_line,
 )
-from fedblur.config import canonical
+from fedblur.commands.terminal import print_json
 from fedblur.errors import ConfigError
 from fedblur.experiments import Cell, TimeLimit, aggregate, pending, run_cells
 from fedblur.forecast import Forecast, forecast
@@ -46,6 +46,7 @@ def table(
     ] = None,
     max_minutes: Annotated[float | None, typer.Option(help="Start no cell that would end later; stop at this.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List cells, noise, R and time; run nothing.")] = False,
+    plugin: Plugin = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of all cells, over the file's.")
     ] = None,
@@ -118,12 +119,12 @@ def _show(specs: list[Spec], store: Results, cells: Path, as_json: bool) -> None
         for line in _privacy([cells / cell.key for cell in spec.cells], spec.tuning):
             output.print(line, soft_wrap=True, highlight=False)
     if as_json:
-        typer.echo(json.dumps(json.loads(canonical(tables[0] if len(tables) == 1 else {"tables": tables}))))
+        print_json(tables[0] if len(tables) == 1 else {"tables": tables})
 
 
 def _show_forecasts(forecasts: list[Forecast], as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(json.loads(canonical({"tables": [asdict(f) for f in forecasts]}))))
+        print_json({"tables": [asdict(f) for f in forecasts]})
         return
     for each in forecasts:
         Console().print(render_forecast(each))

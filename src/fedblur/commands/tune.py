@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
-from fedblur.commands.run import DataDir, Device, EngineOption, Json, PrecisionOption, Quiet, make_machine
-from fedblur.config import Config, apply_overrides, canonical
+from fedblur.commands.names import complete
+from fedblur.commands.run import DataDir, Device, EngineOption, Json, Plugin, PrecisionOption, Quiet, make_machine
+from fedblur.commands.terminal import print_json
+from fedblur.config import Config, apply_overrides
 from fedblur.errors import ConfigError
 from fedblur.experiments import read_spec
 from fedblur.report.progress import RunProgress
@@ -32,9 +33,13 @@ def tune(
         str, typer.Option(help='"private": validation clients are protected too; or "public".')
     ] = "private",
     proxy: Annotated[
-        str | None, typer.Option(help="Choose on this data set instead, which is not private: free.")
+        str | None,
+        typer.Option(
+            help="Choose on this data set instead, which is not private: free.", autocompletion=complete("dataset")
+        ),
     ] = None,
     proxy_set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="What else differs there.")] = None,
+    plugin: Plugin = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would cost.")] = False,
     data_dir: DataDir = None,
     device: Device = "auto",
@@ -58,6 +63,8 @@ def tune(
         return _show(tuned, json_)
     data = load_data(configs, machine)
     search = make_search(configs, data, TrialCount(eta, trials), _scoring(score), epsilon)
+    if dry_run and json_:
+        return print_json(_cost(search, data.validation_clients))
     if dry_run or not (quiet or json_):
         _explain(search, data.validation_clients)
     if dry_run:
@@ -73,6 +80,19 @@ def _scoring(score: str) -> Literal["private", "public"]:
     if score == "public":
         return "public"
     raise ConfigError(f'score={score!r} must be "private" or "public"')
+
+
+def _cost(search: Search, clients: int) -> dict[str, Any]:
+    return {
+        "configurations": len(search.candidates),
+        "expected_trials": search.count.mean,
+        "eta": search.count.shape,
+        "epsilon": search.epsilon,
+        "delta": search.delta,
+        "trial_epsilon": search.trial_epsilon,
+        "validation_clients": clients,
+        "score_noise": search.score_noise,
+    }
 
 
 def _explain(search: Search, clients: int) -> None:
@@ -93,8 +113,7 @@ def _explain(search: Search, clients: int) -> None:
 
 def _show(tuned: Tuned, as_json: bool) -> None:
     if as_json:
-        table: dict[str, Any] = json.loads(canonical({"run": str(tuned.path), **tuned.summary}))
-        typer.echo(json.dumps(table, indent=2))
+        print_json({"run": str(tuned.path), **tuned.summary})
     elif tuned.summary["status"] == NOTHING:
         typer.echo(f"{NOTHING}; the search still cost epsilon = {tuned.summary['privacy']['epsilon']:.3g}")
     else:

@@ -173,7 +173,7 @@ def federation_from_arrays(
 
 
 def _own_samples(prefix: str, x: Any, y: Any) -> Samples:
-    values, labels = torch.as_tensor(x), _whole_numbers(f"{prefix}y", y)
+    values, labels = _tensor(f"{prefix}x", x), _whole_numbers(f"{prefix}y", y)
     if values.ndim < 2 or len(values) == 0:
         raise DataError(f"{prefix}x has shape {[*values.shape]}, must be [samples, ...] with at least one sample")
     if len(values) != len(labels):
@@ -202,14 +202,27 @@ def _own_clients(owners: Any, samples: int) -> Tensor:
 
 
 def _whole_numbers(name: str, values: Any) -> Tensor:
-    tensor = torch.as_tensor(values)
+    tensor = _tensor(name, values)
     if tensor.ndim != 1 or tensor.is_floating_point() or tensor.is_complex():
         raise DataError(
-            f"{name} has shape {[*tensor.shape]} and type {tensor.dtype}, must be one whole number per sample"
+            f"{name} has shape {[*tensor.shape]} and type {tensor.dtype}, must be one whole number per sample "
+            "(an array of ints)"
         )
     return tensor.long()
 
 
+def _tensor(name: str, values: Any) -> Tensor:
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:  # strings, ragged lists, data frames, None
+        kind = f"{type(values).__name__} of {values.dtype}" if hasattr(values, "dtype") else type(values).__name__
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise DataError(f"{name} ({kind}) must be an array of numbers, all rows alike: {reason}") from None
+
+
 def _check_labels(name: str, labels: Tensor, classes: int) -> None:
     if not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-        raise DataError(f"{name} runs from {int(labels.min())} to {int(labels.max())}, must be in 0..{classes - 1}")
+        raise DataError(
+            f"{name} runs from {int(labels.min())} to {int(labels.max())}, must be in 0..{classes - 1}; "
+            "number the labels from 0, or give classes"
+        )

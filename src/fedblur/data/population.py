@@ -19,7 +19,7 @@ from fedblur.errors import DataError
 class Samples:
     """Labelled samples that belong to nobody in particular: a test set."""
 
-    x: Tensor  # [samples, *shape], uint8 (images, 0..255) or float32
+    x: Tensor  # [samples, *shape], uint8 (images, 0..255), float32, or int16 (text: tokens)
     y: Tensor  # [samples], int64
 
     def __len__(self) -> int:
@@ -63,7 +63,7 @@ class Population(Protocol):
 class Packed:
     """A population in memory."""
 
-    x: Tensor  # [samples, *shape], uint8 or float32
+    x: Tensor  # [samples, *shape], uint8, float32 or int16
     y: Tensor  # [samples], int64
     starts: Tensor  # [clients], int64
     sizes: Tensor  # [clients], int64
@@ -129,5 +129,10 @@ class Federation:
 
 
 def as_input(x: Tensor) -> Tensor:
-    """Stored samples to what a model reads: images 0..255 become floats 0..1; floats stay as they are."""
-    return x.float() / 255 if x.dtype == torch.uint8 else x
+    """Stored samples to what a model reads: images 0..255 become floats 0..1; other values stay, as floats."""
+    return x.float() / 255 if x.dtype == torch.uint8 else x.float()
+
+
+def is_text(x: Tensor) -> bool:
+    """Whether stored samples are tokens: whole numbers that are not pixels."""
+    return x.dtype == torch.int16

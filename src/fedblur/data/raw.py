@@ -39,6 +39,7 @@ class Described(ABC):
     default_partition: ClassVar[str]  # "natural" becomes "dirichlet" where the source has no writers
     default_clients: ClassVar[int | None]  # training clients of made-up partitions; None: the user must say
     summary: ClassVar[str]  # one line for `fedblur data list`
+    text: ClassVar[bool] = False  # samples are windows of tokens, int16
 
     def form(self) -> Form | None:
         """Shape of a sample and number of classes, where they are known without loading."""

@@ -135,7 +135,7 @@ def _machine(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor()
@@ -144,7 +144,7 @@ def _machine(device: torch.device) -> str:
 def _load(path: Path | None) -> tuple[Kind, str] | None:
     """A file that is cut short or not ours counts as none."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        stored = json.loads(path.read_text()) if path is not None else {}
+        stored = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
         if stored["engine"] in KINDS:
             return stored["engine"], str(stored["why"])
     return None

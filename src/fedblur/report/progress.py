@@ -37,13 +37,13 @@ class RunProgress:
         self.tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> RunProgress:
-        self.progress.start()
-        return self
+        return self  # the display starts with the first round: what goes wrong before it leaves no empty line
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.progress.stop()
+        if self.tasks:
+            self.progress.stop()
 
     def __call__(self, row: dict[str, Any]) -> None:
         self._remember(row)
@@ -53,6 +53,7 @@ class RunProgress:
             "clipped": "–" if math.isnan(self.clipped) else f"{100 * self.clipped:.0f} %",
         }
         stage = row.get("stage", "")
+        self.progress.start()
         if stage not in self.tasks:
             label = self.label if not stage else stage if self.label == "round" else f"{self.label}, {stage}"
             self.tasks[stage] = self.progress.add_task(label, total=row.get("rounds", self.rounds), **fields)

@@ -54,6 +54,10 @@ class Statement:
     def epsilons(self) -> dict[str, float | None]:
         return {name: self.books.epsilon(name) for name in ACCOUNTANTS}
 
+    def _config_hash(self) -> str:
+        with RunFolder(self.run).reading():
+            return config_hash(from_dict({key: value for key, value in self.config.items() if key != "own"}))
+
     def one_line(self) -> str:
         """The whole claim in a line."""
         delta, other = self.books.budget.delta, "rdp" if self.books.budget.accountant == "pld" else "pld"
@@ -89,7 +93,7 @@ class Statement:
             "not_protected": list(NOT_PROTECTED),
             "seed": self.config.get("seed"),
             "versions": self.summary["versions"],
-            "config_hash": config_hash(from_dict({k: v for k, v in self.config.items() if k != "own"})),
+            "config_hash": self._config_hash(),
             "ledger": {"lines": len(self.books.chain.links), "head": self.books.chain.head},
             "ledger_findings": self.findings,
         }
@@ -106,8 +110,9 @@ def read_statement(run: Path, also: Sequence[Path] = (), tuning: str = "") -> St
     )
 
 
-def write_statement(run: Path, also: Sequence[Path] = (), tuning: str = "") -> tuple[Statement, Path]:
+def write_statement(run: str | Path, also: Sequence[Path] = (), tuning: str = "") -> tuple[Statement, Path]:
     """statement.md, .html and .json in the run folder; the Markdown's path comes back."""
+    run = Path(run)
     statement = read_statement(run, also, tuning)
     page = page_of(statement)
     write_atomically(run / "statement.md", markdown(page).encode())

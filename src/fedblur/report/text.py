@@ -27,7 +27,8 @@ def print_summary(run: Finished, console: Console) -> None:
     clipped = summary["local_only"]["clipped_share"]
     lines = {
         "status": summary["status"],
-        "accuracy": f"{100 * summary['accuracy']:.2f} % ({summary['evaluated_on']} data, final round)",
+        "accuracy": f"{100 * summary['accuracy']:.2f} % ({summary['evaluated_on']} data, final round), "
+        f"loss {summary['loss']:.3f}",
         "privacy": f"ε = {privacy['epsilon']:.3g} at δ = {privacy['delta']:.3g} ({privacy['accountant'].upper()}), "
         f"{privacy['adjacency']}",
         "noise": _noise(privacy),
@@ -42,6 +43,8 @@ def print_summary(run: Finished, console: Console) -> None:
         lines["tuning"] = privacy["tuning"]
     if summary["data_note"]:
         lines["note"] = summary["data_note"]
+    if privacy.get("cautions"):
+        lines["CAUTION"] = "; ".join(privacy["cautions"])
     if privacy["warning"]:
         lines["WARNING"] = privacy["warning"]
     for name, value in lines.items():

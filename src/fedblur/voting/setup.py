@@ -16,6 +16,7 @@ from fedblur.accounting import PrivacyPlan
 from fedblur.config import Config, config_hash
 from fedblur.data.population import Federation, Samples
 from fedblur.events import Votes
+from fedblur.fitting import check_fit
 from fedblur.functional import Forward, Layout, as_function, check_model, initial_vector
 from fedblur.ledger import Budget, Ledger
 from fedblur.models import make_model
@@ -71,6 +72,7 @@ def prepare(
     device, rng = machine.torch_device(), make_rng(config.seed)
     data = federation or load(config, machine)
     shape, classes = data.train.shape, data.train.classes
+    check_fit(config, data, module is None)
     if module is None:
         module = make_model(config.model, shape, classes, rng.child("init").seed())
     check_model(module, shape, classes)

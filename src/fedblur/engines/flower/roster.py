@@ -52,7 +52,7 @@ class Roster:
 
     def _read(self, clients: int) -> None:
         try:
-            table = json.loads(self.path.read_text())
+            table = json.loads(self.path.read_text(encoding="utf-8"))
             self.nodes, trust = [int(node) for node in table["nodes"]], table["trust"]
         except (ValueError, KeyError, TypeError) as error:
             raise RunError(f"{self.path} cannot be read: {error}; restore it, or start a new run") from None

@@ -1,0 +1,83 @@
+"""Shakespeare's plays by speaker: next-character prediction, to show that nothing is tied to images. No download.
+
+A client is a speaker in one play, with at most 1,400 characters of what it says. A sample is a window of characters and
+the one that follows. The words are in the public domain; plays.txt says where they come from.
+"""
+
+from __future__ import annotations
+
+import bz2
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedblur.data.holdout import check_share
+from fedblur.data.population import Samples
+from fedblur.data.raw import Dataset, Form, Raw
+from fedblur.errors import ConfigError
+from fedblur.registry import register
+
+LETTERS = "\n abcdefghijklmnopqrstuvwxyz',.;:?!-"  # token 0 also stands before the first character of a text
+_LONGEST = 64
+
+
+@register("dataset", "plays")
+@dataclass(frozen=True)
+class Plays(Dataset):
+    """Predict the next character; the last part of what each speaker says is held out for test."""
+
+    window: int = 8  # characters that a prediction may look at
+    test_share: float = 0.2
+
+    default_partition: ClassVar[str] = "natural"
+    default_clients: ClassVar[int | None] = None
+    summary: ClassVar[str] = "next characters in Shakespeare's 37 plays, 36 characters, 894 speakers (text)"
+    text: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.window <= _LONGEST:
+            raise ConfigError(f"dataset.plays.window={self.window} must be from 1 to {_LONGEST}")
+        check_share("dataset.plays.test_share", self.test_share)
+
+    def form(self) -> Form:
+        return (self.window,), len(LETTERS)
+
+    def load(self, data_dir: Path | None) -> Raw:
+        train, test, owners = [], [], []
+        for speaker, (_, text) in enumerate(speakers()):
+            tokens = encode(text)
+            cut = round(len(tokens) * (1 - self.test_share))
+            train.append(_windows(tokens[:cut], self.window))
+            test.append(_windows(tokens[cut:], self.window))  # reads nothing from before the cut
+            owners.append(torch.full((cut,), speaker))
+        note = f"speakers of plays, the last {self.test_share:.0%} of each one's words held out for test"
+        return Raw(
+            _joined(train), _joined(test), torch.cat(owners), len(LETTERS), note, "synthetic users, not speakers"
+        )
+
+
+def speakers() -> list[tuple[str, str]]:
+    """("hamlet/HAM", words) of every speaker."""
+    packed = files("fedblur.data").joinpath("plays.bz2").read_bytes()
+    entries = bz2.decompress(packed).decode("ascii").split("\f")
+    return [(name, text) for name, _, text in (entry.partition("\n") for entry in entries)]
+
+
+def encode(text: str) -> Tensor:
+    """[characters], int16: the place of each in LETTERS."""
+    place = {letter: index for index, letter in enumerate(LETTERS)}
+    return torch.tensor([place[letter] for letter in text], dtype=torch.int16)
+
+
+def _windows(tokens: Tensor, window: int) -> Samples:
+    """Every character with the `window` before it; the first ones see the empty beginning."""
+    padded = torch.cat([tokens.new_zeros(window), tokens])
+    return Samples(padded.unfold(0, window, 1)[:-1], tokens.long())
+
+
+def _joined(parts: list[Samples]) -> Samples:
+    return Samples(torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]))

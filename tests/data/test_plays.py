@@ -1,0 +1,143 @@
+"""Text: clients are speakers, test words come after training words, and only parts for text take it."""
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import fedblur
+from fedblur.cli import app
+from fedblur.data.plays import LETTERS, Plays, encode, speakers
+from fedblur.data.population import Federation, Packed, is_text
+from fedblur.errors import ConfigError, ModelError
+from fedblur.setup import Machine
+
+CONFIG = Path(__file__).resolve().parents[2] / "examples/text.toml"
+
+
+@pytest.fixture(scope="module")
+def plays() -> Federation:
+    return fedblur.load_federation("plays")
+
+
+def test_plays__every_speaker_is_a_client(plays: Federation) -> None:
+    names = [name for name, _ in speakers()]
+    assert len(names) == len(set(names)) == 894
+    assert len({name.split("/")[0] for name in names}) == 37
+    assert (plays.train.clients, plays.validation_clients) == (805, 89)
+    assert set("".join(text for _, text in speakers())) == set(LETTERS)
+
+
+def test_plays__a_window_holds_the_characters_before_the_next_one() -> None:
+    raw, (_, text) = Plays(window=5, test_share=0.2).load(None), speakers()[0]
+    cut = round(0.8 * len(text))
+    tokens = encode(text)
+    assert is_text(raw.train.x)
+    assert raw.train.x[7].tolist() == tokens[2:7].tolist()
+    assert int(raw.train.y[7]) == int(tokens[7])
+    assert raw.train.x[0].tolist() == [0] * 5  # nothing was said before
+    assert int(raw.train.y[cut - 1]) == int(tokens[cut - 1])
+    assert raw.test.x[0].tolist() == [0] * 5  # the test part reads nothing from before the cut
+    assert int(raw.test.y[0]) == int(tokens[cut])
+
+
+def test_plays__test_words_are_none_of_the_training_words(plays: Federation) -> None:
+    total = sum(len(text) for _, text in speakers())
+    assert isinstance(plays.train, Packed)
+    assert plays.validation is not None
+    assert int(plays.train.sizes.sum()) + len(plays.validation) + len(plays.test) == total
+
+
+def frequencies(plays: Federation) -> float:
+    """The loss of always giving each character its share: not private, for comparison."""
+    assert isinstance(plays.train, Packed)
+    shares = (torch.bincount(plays.train.y, minlength=len(LETTERS)) + 1).double()
+    return float(-(shares / shares.sum()).log()[plays.test.y].mean())
+
+
+def test_text__trains_with_user_level_privacy_to_a_better_loss_than_its_start(
+    plays: Federation, tmp_path: Path
+) -> None:
+    """A short run at epsilon = 8 with noise from the operating system; docs/text.md has the full one."""
+    from fedblur.config import from_dict
+    from fedblur.plugins import read_config
+
+    config = from_dict(read_config(CONFIG) | {"rounds": 25, "eval_every": 25})
+    assert config.epsilon == 8.0
+    run = fedblur.train(config, out=tmp_path / "run", machine=Machine(device="cpu"))
+    before, by_frequency = math.log(len(LETTERS)), frequencies(plays)
+    assert run.summary["privacy"]["warning"] is None
+    assert run.epsilon <= 8.0
+    assert run.loss < by_frequency - 0.2 < before - 0.7  # 2.6 where the start has 3.58
+    assert run.accuracy > 0.2
+
+
+def test_text_page__its_commands_run_and_its_figures_are_those_of_the_data(plays: Federation, tmp_path: Path) -> None:
+    page = (CONFIG.parents[1] / "docs/text.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^fedblur ([^\n#]+)", page, re.MULTILINE)
+    assert len(commands) == 3
+    for number, command in enumerate(commands):
+        words = [str(CONFIG) if word == "examples/text.toml" else word for word in command.split()]
+        short = ["--rounds", "1", "--set", "local.steps=1", "--out", str(tmp_path / str(number))]
+        result = CliRunner().invoke(app, [*words, *(short if words[0] == "run" else [])])
+        assert result.exit_code == 0, result.output
+    shown = [len(plays.test), math.log(len(LETTERS)), frequencies(plays), plays.train.clients]
+    assert all(text in page for text in (f"{shown[0]:,}", f"{shown[1]:.3f}", f"{shown[2]:.3f}", f"1/{shown[3]}"))
+
+
+def test_char_mlp__starts_with_all_characters_alike(plays: Federation) -> None:
+    from fedblur.models import CharMlp, make_model
+
+    model = make_model(CharMlp(), plays.train.shape, plays.train.classes, seed=0)
+    assert not model(plays.test.x[:5].float()).any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"model": "mlp"}, ModelError, 'set model = "char_mlp"'),
+        ({"model": "cnn"}, ModelError, 'set model = "char_mlp"'),
+        ({"dataset": "digits"}, ModelError, 'set model = "mlp"'),
+        ({"method": "augment"}, ConfigError, "moves images"),
+        ({"method": "knn-dpfl"}, ConfigError, "use a method of rounds"),
+        ({"method": "ae-dpfl"}, ConfigError, "use a method of rounds"),
+    ],
+)
+def test_text__parts_for_images_are_refused_before_anything_is_spent(
+    settings: dict[str, str], error: type[Exception], words: str, tmp_path: Path
+) -> None:
+    config = fedblur.Config(**{"dataset": "plays", "model": "char_mlp", "rounds": 1, **settings})
+    with pytest.raises(error, match=words):
+        fedblur.train(config, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_text__the_recipe_says_that_it_has_no_rule() -> None:
+    result = CliRunner().invoke(app, ["plan", "--recipe", "best", "--dataset", "plays", "--epsilon", "8"])
+    assert result.exit_code == 2
+    assert "examples/text.toml" in result.stderr
+
+
+def test_text__own_tokens_as_floats_are_read_and_numbers_are_refused(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x, y, owners = rng.integers(0, 5, (60, 4)), rng.integers(0, 5, 60), np.arange(60) // 6
+    config = fedblur.Config(model="char_mlp", rounds=1, seed=0)
+    data = fedblur.federation_from_arrays(x, y, owners, x[:9], y[:9], classes=5)
+    fedblur.train(config, out=tmp_path / "run", federation=data)
+    broken = fedblur.federation_from_arrays(x + 0.5, y, owners, x[:9] + 0.5, y[:9], classes=5)
+    with pytest.raises(ModelError, match="reads text"):
+        fedblur.train(config, out=tmp_path / "other", federation=broken)
+    beyond = fedblur.federation_from_arrays(x * 2, y, owners, x[:9] * 2, y[:9], classes=5)
+    with pytest.raises(ModelError, match="reads tokens 0..4"):
+        fedblur.train(config, out=tmp_path / "third", federation=beyond)
+
+
+def test_text__is_shown_and_drawn_like_any_other_data(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["data", "show", "plays", "--plot", str(tmp_path / "plays.svg")])
+    assert result.exit_code == 0, result.output
+    assert "805" in result.stdout
+    assert "<svg" in (tmp_path / "plays.svg").read_text(encoding="utf-8")

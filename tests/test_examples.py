@@ -1,0 +1,40 @@
+"""Every example runs as it stands, in a new folder, and says what it promises."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+
+
+def run(*words: str, cwd: Path) -> str:
+    done = subprocess.run([sys.executable, *words], cwd=cwd, capture_output=True, text=True, encoding="utf-8")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_own_model__is_forty_lines_and_private_with_its_statement(tmp_path: Path) -> None:
+    path = EXAMPLES / "own_model.py"
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 40
+    said = run(str(path), cwd=tmp_path)
+    accuracy, epsilon = map(float, re.search(r"accuracy ([\d.]+) .* epsilon ([\d.]+)", said).groups())  # type: ignore[union-attr]
+    assert accuracy > 0.7
+    assert epsilon == 4.0
+    (statement,) = (tmp_path / "runs").glob("arrays-*/statement.md")
+    assert "not private" not in statement.read_text(encoding="utf-8")
+
+
+def test_own_method__is_used_from_a_file(tmp_path: Path) -> None:
+    """From the command line: tests/test_plugins.py."""
+    words = ["run", str(EXAMPLES / "own_method.toml"), "--set", "method.project.radius=2", "--rounds", "3", "--quiet"]
+    assert "status    complete" in run("-m", "fedblur", *words, cwd=tmp_path)
+    (config,) = (tmp_path / "runs").glob("*/config.json")
+    assert '"name": "project"' in config.read_text(encoding="utf-8")
+
+
+def test_own_method__the_commands_in_its_docstring_are_right() -> None:
+    text = (EXAMPLES / "own_method.py").read_text(encoding="utf-8")
+    assert "--plugin examples/own_method.py --method project" in text
+    assert "fedblur run examples/own_method.toml" in text
