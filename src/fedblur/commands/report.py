@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +10,7 @@ from rich.console import Console
 
 from fedblur.checkpoint import write_atomically
 from fedblur.commands.run import Json
-from fedblur.config import canonical
+from fedblur.commands.terminal import print_json
 from fedblur.report.dashboard import make_report, render
 from fedblur.report.records import find_records
 from fedblur.report.serving import PORT, Live, serve
@@ -32,7 +31,7 @@ def report(
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, render(made).encode())
     if json_:
-        typer.echo(json.dumps(json.loads(canonical({"report": str(path), **made.facts()})), indent=2))
+        print_json({"report": str(path), **made.facts()})
     else:
         Console(soft_wrap=True).print(f"Report: {path}", highlight=False)
 
