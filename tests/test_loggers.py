@@ -63,7 +63,11 @@ def test_mlflow__holds_every_round_and_the_settings(tmp_path: Path) -> None:
     assert kept.info.status == "FINISHED"
     assert json.loads(kept.data.params["rounds"]) == 3
     assert "local only" in kept.data.tags["fedblur.note"]
-    assert [each.step for each in client.get_metric_history(known["run"], "local_only/clipped_share")] == [1, 2, 3]
+    assert [each.step for each in client.get_metric_history(known["run"], "local_only/cohort")] == [
+        1,
+        2,
+        3,
+    ]  # a cohort may be empty, and has no share then
 
 
 @pytest.mark.usefixtures("no_server")
