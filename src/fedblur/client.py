@@ -28,6 +28,8 @@ from fedblur.functional import Forward, Layout, Params
 from fedblur.methods import Gradient, Method
 from fedblur.tracing import Traced
 
+_SMALL = 2**22  # bytes of samples that are read for all steps at once: little of a small model's step is arithmetic
+
 
 @dataclass(frozen=True)
 class ClientJob:
@@ -75,18 +77,25 @@ class Batch(NamedTuple):
 
 def read_batches(x: Tensor, y: Tensor, plan: Tensor, rate: float | None = None) -> Iterator[Batch]:
     """The batches of a plan [..., steps, batch] one after another. With a rate losses are averaged, else summed."""
+    plan = plan.movedim(-2, 0)  # steps first: what one step reads lies together
     valid, safe = plan >= 0, plan.clamp(min=0)
     labels = torch.where(valid, y[safe], 0)
     weights = valid.float() if rate is None else valid / valid.sum(-1, keepdim=True).clamp(min=1)
     rates = (rate or 0.0) * valid.any(-1).float()
     padded = plan.device.type != "cpu" or not bool(valid.all())  # asking a GPU would stop it
-    for q in range(plan.shape[-2]):
-        index = safe[..., q, :]
+    at_once = len(plan) if plan.device.type == "cpu" and _bytes(x, plan.numel()) <= _SMALL else 1
+    for first in range(0, len(plan), at_once):
+        index = safe[first : first + at_once]
         inputs = x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:])
         if padded:
-            mask = valid[..., q, :].view(*index.shape, *[1] * (x.dim() - 1))
+            mask = valid[first : first + at_once].view(*index.shape, *[1] * (x.dim() - 1))
             inputs = torch.where(mask, inputs, torch.zeros((), dtype=inputs.dtype, device=inputs.device))
-        yield Batch(inputs, labels[..., q, :], weights[..., q, :], rates[..., q])
+        for q in range(first, first + len(index)):
+            yield Batch(inputs[q - first], labels[q], weights[q], rates[q])
+
+
+def _bytes(x: Tensor, samples: int) -> int:
+    return samples * x[0].numel() * x.element_size()
 
 
 @dataclass(frozen=True)

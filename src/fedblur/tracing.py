@@ -75,16 +75,16 @@ def _trace(function: Callable[..., Any], arguments: tuple[Any, ...], leaves: lis
 
     module = make_fx(flat, tracing_mode="fake")(*[leaf.detach() for leaf in leaves])  # no two of them the same object
     simplify(module)
-    replay, shape = _as_function(module), outcome[-1]
+    replay = _as_function(module, outcome[-1])
 
     def run(*values: Tensor) -> Any:
         with torch.inference_mode():
-            return pytree.tree_unflatten(replay(*values), shape)
+            return replay(*values)
 
     return run
 
 
-def _as_function(module: GraphModule) -> Replay:
+def _as_function(module: GraphModule, shape: pytree.TreeSpec) -> Replay:
     """The graph as a plain function: `GraphModule` would put three more calls around every operator's own."""
     nodes = list(module.graph.nodes)
     scope: dict[str, Any] = {"__builtins__": {}}
@@ -96,7 +96,7 @@ def _as_function(module: GraphModule) -> Replay:
         elif node.op == "get_attr":
             scope[node.name] = getattr(module, node.target)
         elif node.op == "output":
-            lines.append(f"return {_text(node.args[0], scope)}")
+            lines.append(f"return {_text(pytree.tree_unflatten(node.args[0], shape), scope)}")
         else:
             scope[f"call_{node.name}"] = getattr(node.target, "_op", node.target)
             words = [_text(value, scope) for value in node.args]
@@ -113,8 +113,12 @@ def _text(value: Any, scope: dict[str, Any]) -> str:
     """An argument in source code; constants have a name in the scope."""
     if isinstance(value, Node):
         return value.name
-    if isinstance(value, list | tuple):
+    if isinstance(value, tuple):
+        return f"({''.join(f'{_text(item, scope)}, ' for item in value)})"
+    if isinstance(value, list):
         return f"[{', '.join(_text(item, scope) for item in value)}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: {_text(item, scope)}' for key, item in value.items())}}}"
     name = f"constant_{len(scope)}"
     scope[name] = value
     return name
