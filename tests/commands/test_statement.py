@@ -12,6 +12,7 @@ import pytest
 from fedblur import accounting
 from fedblur.accounting import zcdp
 from fedblur.events import Composed, DistributedDiscreteGaussian, Gaussian, PoissonSampled, SelfComposed
+from fedblur.report.statement_words import delta_against, meaning, not_protected
 from tests.cli import invoke
 
 
@@ -37,6 +38,8 @@ def test_statement__has_all_that_the_reporting_guidance_asks_for(run: Path) -> N
     ):  # fmt: skip
         assert words in text, words
     assert "not private" not in text.lower()
+    assert "It has (ε, δ)-differential privacy" in text
+    assert "FAILS FOR THIS RUN" not in text
 
 
 def test_statement__the_json_form_is_recomputed_from_the_ledger(run: Path) -> None:
@@ -79,6 +82,10 @@ def test_statement__a_seeded_run_says_plainly_that_it_is_not_private(tmp_path: P
     facts = json.loads((tmp_path / "run" / "statement.json").read_text())
     assert facts["private"] is False
     assert facts["not_private_because"] == "not private: seeded noise"
+    text = (tmp_path / "run" / "statement.md").read_text()
+    assert "## What is not claimed for this run" in text
+    assert "it would have had (ε, δ)-differential privacy" in text
+    assert sum("FAILS FOR THIS RUN" in line for line in facts["assumed"]) == 1
 
 
 def test_statement__without_noise_says_so(tmp_path: Path) -> None:
@@ -129,3 +136,13 @@ def test_zcdp__adds_up_without_sampling_and_is_refused_with_it() -> None:
     assert zcdp(DistributedDiscreteGaussian(10.0, 5.0, 32, 1, "tight")) == pytest.approx(0.125)
     assert zcdp(Gaussian(0.0)) == float("inf")
     assert zcdp(None) == 0
+
+
+def test_words__say_what_delta_and_epsilon_permit() -> None:
+    assert "publishing one client's data in full" in delta_against(1 / 400, 400)
+    assert "Not far below" in delta_against(0.5 / 400, 400)
+    assert "Well below" in delta_against(0.01 / 400, 400)
+    assert "88 % sure" in meaning(2.0, 1e-5, seeded=False)  # e²/(1 + e²)
+    assert "nothing is claimed" in meaning(float("inf"), 1e-5, seeded=False)
+    assert "floating-point" in " ".join(not_protected(discrete=False))
+    assert "floating-point" not in " ".join(not_protected(discrete=True))

@@ -19,7 +19,7 @@ from fedblur.checkpoint import write_atomically
 from fedblur.config import canonical, config_hash, from_dict
 from fedblur.errors import RunError
 from fedblur.report.page import Page, Section, html, markdown
-from fedblur.report.statement_words import ASSUMED, NOT_PROTECTED, QUESTIONS
+from fedblur.report.statement_words import QUESTIONS, assumed, delta_against, meaning, not_protected
 from fedblur.runfolder import RunFolder
 from fedblur.verification import ACCOUNTANTS, Books, compose, read_books, read_json, verify
 
@@ -50,6 +50,14 @@ class Statement:
         if not warning:
             return None
         return SEEDED if "seeded" in warning else str(warning).replace("NOT PRIVATE", "not private")
+
+    @property
+    def seeded(self) -> bool:
+        return self.not_private == SEEDED
+
+    @property
+    def discrete(self) -> bool:
+        return self.privacy["clip_norm"] is not None and self.config["mechanism"]["name"] in ("ddgauss", "skellam")
 
     def epsilons(self) -> dict[str, float | None]:
         return {name: self.books.epsilon(name) for name in ACCOUNTANTS}
@@ -89,8 +97,8 @@ class Statement:
             "runs_composed": 1 + len(self.also),
             "total": {"delta": total_delta, "epsilon": total},
             "tuning": self.tuning or None,
-            "assumed": list(ASSUMED),
-            "not_protected": list(NOT_PROTECTED),
+            "assumed": list(assumed(self.seeded)),
+            "not_protected": list(not_protected(self.discrete)),
             "seed": self.config.get("seed"),
             "versions": self.summary["versions"],
             "config_hash": self._config_hash(),
@@ -127,15 +135,15 @@ def page_of(statement: Statement) -> Page:
     notice = None
     if statement.not_private:
         notice = (
-            f"This run is {statement.not_private}. Whoever knows the seed can compute the noise and subtract it; the "
-            "figures below hold for the same run with noise from the operating system."
-            if statement.not_private == SEEDED
+            f"This run is {statement.not_private}. The seed is on this page: anyone can compute the noise and subtract "
+            "it. The figures below would hold for the same settings with noise and cohorts from the operating system."
+            if statement.seeded
             else f"This run is {statement.not_private}."
         )
     if statement.findings:
         notice = f"{notice or ''} The ledger could not be verified: {'; '.join(statement.findings)}.".strip()
     sections = (
-        _claim(statement), _who(statement), _how(statement), _tuning(statement), _limits(), _record(statement),
+        _claim(statement), _who(statement), _how(statement), _tuning(statement), _limits(statement), _record(statement),
     )  # fmt: skip
     return Page("Privacy statement", statement.one_line(), notice, sections)
 
@@ -150,26 +158,14 @@ def _claim(statement: Statement) -> Section:
         )
         for name, value in epsilons.items()
     ]
-    share = delta * clients
-    against = (
-        f"δ·N = {share:.3g} for N = {clients:,} clients. "
-        + (
-            "A δ of 1/N would allow a mechanism that publishes one client at random now and then; "
-            if share >= 1
-            else ""
-        )
-        + ("values well below 1/N are advisable where that matters." if share > 0.1 else "Well below 1/N.")
-    )
     zero = (
-        "does not apply: sampling (or this noise) has no useful zCDP bound; the RDP figure is the comparable one"
+        "does not apply: no useful bound with this sampling and noise; the RDP figure is the comparable one"
         if rho is None
         else f"ρ = {rho:.4g}"
     )
-    text = _introduction(statement) + (
-        "Whoever sees every model that this run released learns little about whether any one client took part: for any "
-        f"event E, P[E with the client] ≤ e^ε · P[E without] + δ, and the other way round, with δ = {delta:.4g}."
-    )
-    return Section("The claim", text, [*each, ("δ", f"{delta:.4g}. {against}"), ("zCDP", zero)])
+    text = _introduction(statement) + meaning(epsilons[statement.books.budget.accountant], delta, statement.seeded)
+    title = "The claim" if statement.not_private is None else "What is not claimed for this run"
+    return Section(title, text, [*each, ("δ", f"{delta:.4g}. {delta_against(delta, clients)}"), ("zCDP", zero)])
 
 
 def _introduction(statement: Statement) -> str:
@@ -212,17 +208,27 @@ def _how(statement: Statement) -> Section:
         ]
     else:
         rows.append(("noise", f"standard deviation {privacy['vote_noise_std']:.4g} on {privacy['queries']:,} counts"))
+    methods = " and ".join(method["name"] for method in statement.config["method"])
+    if methods and privacy["clip_norm"] is not None:
+        words = "inside each client, before its update is bounded: what is claimed does not depend on it"
+        rows.append(("local method", f"{methods}, {words}"))
     repeated = len(spends) - len({round_ for round_, _ in spends})
     rows += [
         ("sampling", privacy["sampling"]),
         ("releases", f"{len(spends)}" + (f", {repeated} of them rounds repeated after a crash" if repeated else "")),
-        ("epsilon is enforced", "a round that would pass the budget is refused before it starts"),
+        ("epsilon is enforced", f"a round that would exceed {_budget(statement)} is refused before it starts"),
     ]
     return Section("How", "", rows)
 
 
+def _budget(statement: Statement) -> str:
+    budget = statement.books.budget
+    limit = f"ε = {budget.epsilon:g} or " if math.isfinite(budget.epsilon) else ""
+    return f"{limit}the planned {_count(budget.rounds, 'round')}"
+
+
 _MECHANISMS = {
-    "gaussian": "Gaussian noise on the sum of bounded updates, in every coordinate that is sent",
+    "gaussian": "Gaussian noise on the sum of bounded updates",
     "ddgauss": "discrete Gaussian noise on whole numbers, summed modulo a power of two (DDGauss)",
     "skellam": "Skellam noise on whole numbers, summed modulo a power of two",
 }
@@ -245,7 +251,8 @@ def _tuning(statement: Statement) -> Section:
     privacy = statement.summary["privacy"]
     recorded = privacy["tuning"] if "tuned" in privacy else ""  # by `fedblur tune`: which way, and what it cost
     unknown = "how they were chosen is not recorded; if on these clients, it is not free"
-    rows.append(("settings", "; ".join(filter(None, (recorded, statement.tuning))) or unknown))
+    uncounted = "" if recorded or statement.also or not statement.tuning else "what that cost is not counted here"
+    rows.append(("settings", "; ".join(filter(None, (recorded, statement.tuning, uncounted))) or unknown))
     if statement.also:
         delta, total = compose([statement.books, *statement.also])
         figures = ", ".join(f"{name.upper()} {rounded_up(value)}" for name, value in total.items() if value is not None)
@@ -257,12 +264,16 @@ def _tuning(statement: Statement) -> Section:
     return Section("Tuning, and other runs on the same clients", text, rows)
 
 
-def _limits() -> Section:
+def _limits(statement: Statement) -> Section:
     return Section(
         "What this rests on, and what it does not cover",
         "",
         [],
-        lists=(("Assumed", ASSUMED), ("Not protected", NOT_PROTECTED), ("Questions to ask", QUESTIONS)),
+        lists=(
+            ("Assumed", assumed(statement.seeded)),
+            ("Not protected", not_protected(statement.discrete)),
+            ("Questions to ask", QUESTIONS),
+        ),
     )
 
 
@@ -273,12 +284,16 @@ def _record(statement: Statement) -> Section:
     rows = [
         ("randomness", f"seed {seed}: {SEEDED}" if seed is not None else "operating system (CSPRNG), not replayable"),
         ("configuration", facts["config_hash"]),
-        ("ledger", f"{facts['ledger']['lines']} lines, {facts['ledger']['head']}"),
+        ("ledger", f"{facts['ledger']['lines']} lines (the budget, then a line a release), {facts['ledger']['head']}"),
         ("ledger check", verified),
         ("versions", ", ".join(f"{name} {value}" for name, value in facts["versions"].items())),
         ("status", f"{statement.summary['status']}; statement made {facts['made']}"),
     ]
-    text = "To check: `fedblur ledger verify RUN`. A hash of the ledger kept elsewhere shows later if it was rewritten."
+    text = (
+        "To check: `fedblur ledger verify RUN`, on the run folder. It recomputes ε and finds edits; that the noise was "
+        "drawn it cannot show: `fedblur audit` attacks the code that does. A hash of the ledger kept elsewhere shows "
+        "if it was rewritten."
+    )
     return Section("Record", text, rows + _audits(statement.run))
 
 
