@@ -14,7 +14,6 @@ _ASSUMED = (
     ("The trusted party named above runs this code unchanged and releases only the models.", False),
     ("Noise and cohorts are secret, drawn by the operating system's random generator, and that is sound.", True),
     ("Clients' participations in a round are independent draws; only the trusted party learns who took part.", False),
-    ("Data used to measure accuracy belong to nobody in the population.", False),
 )
 
 QUESTIONS = (
@@ -38,7 +37,8 @@ def not_protected(discrete: bool) -> tuple[str, ...]:
     return (
         "What the population as a whole teaches: the model learns it, and that is the purpose.",
         "A client against whoever holds its data, or against the trusted party itself.",
-        "Whoever the data used to measure accuracy or to choose settings belong to: the claim is about the population.",
+        "Whoever the data behind the accuracy belong to: it was measured without noise. Where they are clients too "
+        "(see the note about the data), publishing it tells something about them that ε does not count.",
         "Figures marked local_only in the run folder (norms, cohort sizes, times): made without noise; publishing "
         "them voids the claim.",
         "Other runs and other publications about the same clients: ε and δ both add up (see Tuning).",
