@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fedblur.clipping import MARGIN, Bounded, clip_l2, normalise_l2
+from fedblur.norms import row_norms
 
 Bounding = Literal["clip", "normalise"]
 
@@ -68,7 +69,7 @@ class Message:
         of 2⁻²² is far above what the norm's own rounding, and the 2⁻⁴⁰ that is left for it here, can add up to.
         """
         bound = self.l2_bound(clip_norm)
-        norms = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
+        norms = row_norms(rows)
         holds = torch.isfinite(norms) & (norms <= bound * (1 - 2.0**-40))
         value = torch.where(holds[:, None], rows, 0.0)
         return Bounded(value, bound), torch.where(holds, norms, 0.0), holds

@@ -26,6 +26,7 @@ from fedblur.data.population import Shard, as_input
 from fedblur.dropout import SeededDropout
 from fedblur.functional import Forward, Layout, Params
 from fedblur.methods import Gradient, Method
+from fedblur.norms import in_one_pass, row_norms
 from fedblur.tracing import Traced
 
 _SMALL = 2**22  # bytes of samples that are read for all steps at once: little of a small model's step is arithmetic
@@ -300,8 +301,10 @@ def _zeros(tensor: Tensor, lead: torch.Size) -> Tensor:
 
 def _norm(delta: Params, lead: int) -> Tensor:
     """One l2 norm per client, over all tensors."""
-    squares = [tensor.flatten(lead).square().sum(-1) for tensor in delta.values()]
-    return torch.stack(squares).sum(0).sqrt()
+    rows = [tensor.flatten(lead) for tensor in delta.values()]
+    if in_one_pass(rows[0]):
+        return torch.stack([row_norms(values) for values in rows]).square().sum(0).sqrt().float()
+    return torch.stack([values.square().sum(-1) for values in rows]).sum(0).sqrt()
 
 
 @lru_cache(maxsize=4096)

@@ -21,8 +21,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedblur.norms import in_one_pass, row_norms
+
 # Rounding the factor and each product to float32 can lengthen a vector by a share of 2⁻²³; this margin is twice that.
-# float32 norms err by 1.5e-5 on a million elements, so the norm itself is taken in float64.
+# The norm itself is taken in float64 (`norms.py`).
 MARGIN = 2.0**-22
 HUGE = 2.0**100
 
@@ -37,12 +39,19 @@ class Bounded:
 
 def clip_l2(updates: Tensor, clip_norm: float) -> tuple[Bounded, Tensor]:
     """Clip each row to one global l2 norm. Also returns the norms before clipping (local_only), [clients], float64."""
-    norms = torch.linalg.vector_norm(updates, dim=-1, dtype=torch.float64)  # one norm over all tensors
+    norms = row_norms(updates)  # one norm over all tensors
     factor = torch.clamp(clip_norm * (1 - MARGIN) / norms, max=1.0)  # norm 0 gives inf, clamped to 1
     finite = norms < clip_norm * HUGE  # false for inf and nan
-    scaled = updates * torch.where(finite, factor, 0.0).to(updates.dtype)[:, None]
-    value = torch.where(finite[:, None], scaled, 0.0)  # 0·nan is nan, so the row itself is replaced
-    return Bounded(value, clip_norm), norms
+    return Bounded(_scaled(updates, torch.where(finite, factor, 0.0).to(updates.dtype), finite), clip_norm), norms
+
+
+def _scaled(updates: Tensor, factors: Tensor, finite: Tensor) -> Tensor:
+    """Each row times its factor, rounded to float32; 0·nan is nan, so a row that is not finite is itself replaced."""
+    if in_one_pass(updates):
+        from fedblur.kernels import triton_clip
+
+        return triton_clip.scaled_rows(updates, factors, finite)
+    return torch.where(finite[:, None], updates * factors[:, None], 0.0)
 
 
 def normalise_l2(updates: Tensor, clip_norm: float) -> tuple[Bounded, Tensor]:
@@ -50,7 +59,7 @@ def normalise_l2(updates: Tensor, clip_norm: float) -> tuple[Bounded, Tensor]:
 
     In float64, since the factor of a tiny row leaves float32's range. Also returns the norms before scaling.
     """
-    norms = torch.linalg.vector_norm(updates, dim=-1, dtype=torch.float64)
+    norms = row_norms(updates)
     usable = torch.isfinite(norms) & (norms > 0)
     factor = clip_norm * (1 - MARGIN) / torch.where(usable, norms, 1.0)
     scaled = (updates.double() * factor[:, None]).to(updates.dtype)

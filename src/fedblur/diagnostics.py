@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fedblur.client import Block
+from fedblur.norms import row_norms
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
@@ -33,7 +34,7 @@ class Diagnostics:
     def observe(self, block: Block) -> None:
         """Look at a block; the sums before clipping are recovered from the clipped rows and their norms."""
         value = block.bounded.value[:, : self.coordinates]  # without the bit of adaptive clipping
-        kept = torch.linalg.vector_norm(value, dim=-1, dtype=torch.float64)
+        kept = row_norms(value)
         excess = torch.where(kept > 0, block.norms / kept - 1, 0.0)  # negative where normalising lengthens
         clipped = value.sum(0)
         bias = excess.to(value.dtype) @ value  # Σ (Δ̂ − clip(Δ̂)) = Σ (‖Δ̂‖/‖clip(Δ̂)‖ − 1)·clip(Δ̂)

@@ -1,4 +1,4 @@
-"""Custom operators behind fused layers: convolution + max-pool + ReLU, and ReLU + dropout. Channels last where it says.
+"""Custom operators behind fused layers: convolution + max-pool + ReLU, and convolution + ReLU + dropout.
 
 Same contract as `conv_ops`; on a device without the kernels they are composed of torch's own operations, which the
 tests use as the reference.
@@ -103,14 +103,18 @@ def _(gy: Tensor, where: Tensor, x: Tensor, height: int, width: int, padding: In
     return gw, gy.new_empty(gy.shape[0], gy.shape[4])
 
 
-@torch.library.custom_op("fedblur::client_relu_dropout", mutates_args=())
-def client_relu_dropout(x: Tensor, keys: Tensor, rate: float) -> Tensor:
-    """ReLU and seeded dropout: x [clients, B, H, W, C], keys [clients] int32 -> [clients, B, C, H, W]."""
+@torch.library.custom_op("fedblur::client_conv_relu_dropout", mutates_args=())
+def client_conv_relu_dropout(
+    x: Tensor, w: Tensor, bias: Tensor | None, keys: Tensor, stride: Ints, padding: Ints, dilation: Ints, rate: float
+) -> Tensor:
+    """Each client's convolution, ReLU and seeded dropout; keys [clients] int32. Channels last in, first out."""
     if uses_kernels(x):
-        from fedblur.kernels import triton_relu_dropout
+        from fedblur.kernels import triton_conv
 
-        return triton_relu_dropout.forward(x, keys, threshold(rate), 1 / (1 - rate))
-    return torch.stack([relu_dropout(one, key, rate) for one, key in zip(first(x), keys, strict=True)])
+        dropout = triton_conv.Dropout(keys, threshold(rate), 1 / (1 - rate))
+        return triton_conv.forward(x, w, bias, geometry(x.shape, w.shape, stride, padding, dilation), dropout)
+    y = first(torch.ops.fedblur.client_conv(x, w, bias, stride, padding, dilation))
+    return torch.stack([relu_dropout(one, key, rate) for one, key in zip(y, keys, strict=True)])
 
 
 def relu_dropout(x: Tensor, key: Tensor, rate: float) -> Tensor:
@@ -118,9 +122,12 @@ def relu_dropout(x: Tensor, key: Tensor, rate: float) -> Tensor:
     return (x.relu() * kept(key, x.shape, x.device, rate) / (1 - rate)).contiguous()
 
 
-@client_relu_dropout.register_fake
-def _(x: Tensor, keys: Tensor, rate: float) -> Tensor:
-    return first(x).new_empty(first(x).shape)
+@client_conv_relu_dropout.register_fake
+def _(
+    x: Tensor, w: Tensor, bias: Tensor | None, keys: Tensor, stride: Ints, padding: Ints, dilation: Ints, rate: float
+) -> Tensor:
+    y = torch.ops.fedblur.client_conv(x, w, bias, stride, padding, dilation)
+    return x.new_empty(first(y).shape)
 
 
 @torch.library.custom_op("fedblur::client_relu_dropout_grad", mutates_args=())

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fedblur.kernels import conv_ops, fused_ops
-from fedblur.kernels.convolution import ClientConv, Gradient, Pair, Spec, lead
+from fedblur.kernels.convolution import ClientConv, Gradient, InputGrad, Pair, Spec, WeightGrad, lead
 
 _FUSING: ContextVar[bool] = ContextVar("fusing", default=False)
 _NOTE = "_fedblur_origin"
@@ -104,7 +104,10 @@ def before_relu(input: Tensor) -> Tensor | None:
 
 
 def relu_dropout(before: Tensor, key: Tensor, rate: float) -> Tensor:
-    dropped: Tensor = ReluDropout.apply(before, key, rate)
+    """ReLU and dropout of a convolution's output, which `before_relu` gave."""
+    origin = origin_of(before)
+    assert origin is not None
+    dropped: Tensor = ConvReluDropout.apply(origin.x, origin.w, origin.b, key, *origin.spec, rate)
     return dropped
 
 
@@ -186,26 +189,38 @@ class PoolWeightGrad(Gradient):
         return (conv_ops.first(gw), gb), (0, 0)
 
 
-class ReluDropout(torch.autograd.Function):
-    """One client's ReLU and seeded dropout; a value of zero was closed by one of them."""
+class ConvReluDropout(torch.autograd.Function):
+    """One client's convolution, ReLU and seeded dropout; a value of zero was closed by one of the two."""
 
     @staticmethod
-    def forward(x: Tensor, key: Tensor, rate: float) -> Tensor:
-        return fused_ops.relu_dropout(x, key, rate)
+    def forward(
+        x: Tensor, w: Tensor, b: Tensor | None, key: Tensor, stride: Pair, padding: Pair, dilation: Pair, rate: float
+    ) -> Tensor:
+        return fused_ops.relu_dropout(torch.conv2d(x, w, b, stride, padding, dilation), key, rate)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.rate = inputs[2]
-        ctx.save_for_backward(output)
+        x, w, b, _, *ctx.spec, ctx.rate = inputs
+        ctx.has_bias = b is not None
+        ctx.save_for_backward(x, w, output)
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> Any:  # type: ignore[override]
-        return ReluDropoutGrad.apply(gy, *ctx.saved_tensors, ctx.rate), None, None
+        x, w, y = ctx.saved_tensors
+        opened = ReluDropoutGrad.apply(gy, y, ctx.rate)
+        gx = InputGrad.apply(opened, w, x.shape[-2], x.shape[-1], *ctx.spec) if ctx.needs_input_grad[0] else None
+        gw, gb = WeightGrad.apply(opened, x, w.shape[-2], w.shape[-1], *ctx.spec)
+        return gx, gw, gb if ctx.has_bias else None, None, None, None, None, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, key: Tensor, rate: float) -> tuple[Tensor, int]:
-        x, key = lead(info, in_dims, x, key)
-        return torch.ops.fedblur.client_relu_dropout(conv_ops.last(x), key.contiguous(), rate), 0
+    def vmap(
+        info: Any, in_dims: Any, x: Tensor, w: Tensor, b: Tensor | None, key: Tensor, *rest: Any
+    ) -> tuple[Tensor, int]:
+        if b is not None:
+            b = lead(info, in_dims[2:], b)[0].contiguous()
+        key = lead(info, in_dims[3:], key)[0].contiguous()
+        x, w = lead(info, in_dims, x, w)
+        return torch.ops.fedblur.client_conv_relu_dropout(conv_ops.last(x), conv_ops.last(w), b, key, *rest), 0
 
 
 class ReluDropoutGrad(Gradient):

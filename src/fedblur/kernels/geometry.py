@@ -8,7 +8,8 @@ from typing import NamedTuple
 PROGRAMS = 4 * 132  # enough to fill an H100 or H200 a few times over
 # Not to be specialised by Triton: with constant sides Triton 3.6 compiled wrong addresses for some strides
 # and paddings (even out_w, stride 2, padding 2: every value wrong), though its interpreter is right.
-SIZES = ("batch", "height", "width", "out_h", "out_w", "stride_rows")
+SIZES = ("batch", "height", "width", "out_h", "out_w", "stride_rows", "by_image", "by_row")
+SHIFT = 40  # of a reciprocal: exact for m·divisor below 2^40
 MAX_PATCH = 64  # values of an input patch that one tile holds
 
 
@@ -48,6 +49,11 @@ class Geometry:
     def sides(self) -> tuple[int, int, int, int]:
         return self.height, self.width, *self.out_size
 
+    @property
+    def padded(self) -> bool:
+        """Whether a kernel may look outside the image; without padding nobody has to check."""
+        return self.padding != (0, 0)
+
     def constants(self) -> dict[str, int]:
         """What kernels are specialised to."""
         (kh, kw), (sh, sw), (ph, pw), (dh, dw) = self.kernel, self.stride, self.padding, self.dilation
@@ -62,6 +68,11 @@ class Tiles(NamedTuple):
     depth: int
     warps: int
     stages: int
+
+
+def reciprocals(height: int, width: int) -> tuple[int, int]:
+    """For `divided`, by the pixels of an image and by those of a row."""
+    return tuple(-(-(1 << SHIFT) // divisor) for divisor in (height * width, width))  # type: ignore[return-value]
 
 
 def tile(size: int, most: int) -> int:

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fedblur.kernels.geometry import MAX_PATCH, PROGRAMS, SIZES, Geometry, Tiles, tile
+from fedblur.kernels.geometry import MAX_PATCH, PROGRAMS, SIZES, Geometry, Tiles, reciprocals, tile
+from fedblur.kernels.triton_places import coordinates, within
 from fedblur.kernels.triton_weight_grad import added
 
 
@@ -28,32 +29,31 @@ def _compete(acc, best, winner, number: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES)
 def _forward_kernel(
-    x, w, bias, y, where, batch, channels, outputs,
-    height, width, out_h, out_w,
+    x, w, bias, y, where, batch, outputs,
+    height, width, out_h, out_w, by_image, by_row,
     KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PATCH: tl.constexpr, C: tl.constexpr,
-    BIAS: tl.constexpr, RELU: tl.constexpr,
+    PADDED: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     """y[m, o] = max over the window of m; m counts pooled pixels."""
     client = tl.program_id(2).to(tl.int64)
     rows = batch * out_h * out_w
-    taps = KH * KW * channels
-    x += client * batch * height * width * channels
+    taps = KH * KW * C
+    x += client * batch * height * width * C
     w += client * outputs * taps
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
-    image = m // (out_h * out_w)
-    pixel = m % (out_h * out_w)
-    top = (pixel // out_w) * 2 - PH
-    left = (pixel % out_w) * 2 - PW
-    best = tl.full((BM, BN), float("-inf"), dtype=tl.float32)
-    winner = tl.zeros((BM, BN), dtype=tl.int32)
+    image, top, left = coordinates(m, out_h, out_w, by_image, by_row)
+    top, left = top * 2 - PH, left * 2 - PW
+    corner = (image * height + top) * width + left
+    best, winner = tl.full((BM, BN), float("-inf"), dtype=tl.float32), tl.zeros((BM, BN), dtype=tl.int32)
     if PATCH:
         k = tl.arange(0, BK)
         r, s, c = k // ((KW + 1) * C), (k // C) % (KW + 1), k % C
-        ih, iw = top[:, None] + r[None, :], left[:, None] + s[None, :]
-        inside = (m < rows)[:, None] & (r <= KH)[None, :] & (ih >= 0) & (ih < height) & (iw >= 0) & (iw < width)
-        a = tl.load(x + ((image[:, None] * height + ih) * width + iw) * C + c[None, :], mask=inside, other=0.0)
+        inside = (m < rows)[:, None] & (r <= KH)[None, :]
+        if PADDED:
+            inside = inside & within(top[:, None] + r[None, :], height) & within(left[:, None] + s[None, :], width)
+        a = tl.load(x + corner[:, None] * C + ((r * width + s) * C + c)[None, :], mask=inside, other=0.0)
         for j in tl.static_range(4):
             kh, kw = r - j // 2, s - j % 2
             fits = (kh >= 0) & (kh < KH) & (kw >= 0) & (kw < KW)
@@ -61,19 +61,21 @@ def _forward_kernel(
             b = tl.load(w + place, mask=fits[:, None] & (n < outputs)[None, :], other=0.0)
             best, winner = _compete(tl.dot(a, b), best, winner, j)
     else:
+        BLOCKS: tl.constexpr = (C + BK - 1) // BK
         for j in tl.static_range(4):
             acc = tl.zeros((BM, BN), dtype=tl.float32)
-            for tap in range(0, KH * KW):
-                ih = top + j // 2 + tap // KW
-                iw = left + j % 2 + tap % KW
-                inside = (m < rows) & (ih >= 0) & (ih < height) & (iw >= 0) & (iw < width)
-                at = ((image * height + ih) * width + iw) * channels
-                for c0 in range(0, channels, BK):
-                    c = c0 + tl.arange(0, BK)
-                    a = tl.load(x + at[:, None] + c[None, :], mask=inside[:, None] & (c < channels)[None, :], other=0.0)
-                    place = n[None, :] * taps + tap * channels + c[:, None]
-                    b = tl.load(w + place, mask=(c < channels)[:, None] & (n < outputs)[None, :], other=0.0)
-                    acc = tl.dot(a, b, acc)
+            for step in range(0, KH * KW * BLOCKS):  # one loop: see `triton_conv`
+                tap = step // BLOCKS
+                c = (step % BLOCKS) * BK + tl.arange(0, BK)
+                down, right = j // 2 + tap // KW, j % 2 + tap % KW
+                inside = m < rows
+                if PADDED:
+                    inside = inside & within(top + down, height) & within(left + right, width)
+                at = (corner + down * width + right) * C
+                a = tl.load(x + at[:, None] + c[None, :], mask=inside[:, None] & (c < C)[None, :], other=0.0)
+                place = n[None, :] * taps + tap * C + c[:, None]
+                b = tl.load(w + place, mask=(c < C)[:, None] & (n < outputs)[None, :], other=0.0)
+                acc = tl.dot(a, b, acc)
             best, winner = _compete(acc, best, winner, j)
     if BIAS:
         best += tl.load(bias + client * outputs + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
@@ -88,41 +90,39 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def _input_grad_kernel(
-    gy, where, w, gx, batch, channels, outputs,
-    height, width, out_h, out_w,
+    gy, where, w, gx, batch, channels,
+    height, width, out_h, out_w, by_image, by_row,
     KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     """gx[pixel, c] = Σ_{tap, o} of the pooled gradients whose winner the tap reaches, times w[o, tap, c]."""
     client = tl.program_id(2).to(tl.int64)
     rows = batch * height * width
     taps = KH * KW * channels
-    gy += client * batch * out_h * out_w * outputs
-    where += client * batch * out_h * out_w * outputs
-    w += client * outputs * taps
+    gy += client * batch * out_h * out_w * OUT
+    where += client * batch * out_h * out_w * OUT
+    w += client * OUT * taps
     gx += client * rows * channels
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     c = tl.program_id(1) * BN + tl.arange(0, BN)
-    image = m // (height * width)
-    pixel = m % (height * width)
-    row, column = pixel // width + PH, pixel % width + PW
+    image, row, column = coordinates(m, height, width, by_image, by_row)
+    row, column = row + PH, column + PW
     acc = tl.zeros((BM, BN), dtype=tl.float32)
-    for tap in range(0, KH * KW):
-        up = row - tap // KW
-        over = column - tap % KW
-        oh, ow = up // 2, over // 2
-        number = (up % 2) * 2 + over % 2
-        hit = (m < rows) & (up >= 0) & (over >= 0) & (oh < out_h) & (ow < out_w)
-        at = ((image * out_h + oh) * out_w + ow) * outputs
-        for o0 in range(0, outputs, BK):
-            o = o0 + tl.arange(0, BK)
-            inside = hit[:, None] & (o < outputs)[None, :]
-            won = tl.load(where + at[:, None] + o[None, :], mask=inside, other=4).to(tl.int32) == number[:, None]
-            a = tl.load(gy + at[:, None] + o[None, :], mask=inside, other=0.0)
-            a = tl.where(won, a, tl.zeros_like(a))
-            place = o[:, None] * taps + tap * channels + c[None, :]
-            b = tl.load(w + place, mask=(o < outputs)[:, None] & (c < channels)[None, :], other=0.0)
-            acc = tl.dot(a, b, acc)
+    BLOCKS: tl.constexpr = (OUT + BK - 1) // BK
+    for step in range(0, KH * KW * BLOCKS):  # one loop: see `triton_conv`
+        tap = step // BLOCKS
+        o = (step % BLOCKS) * BK + tl.arange(0, BK)
+        up, over = row - tap // KW, column - tap % KW
+        number = (up & 1) * 2 + (over & 1)
+        hit = (m < rows) & within(up, 2 * out_h) & within(over, 2 * out_w)
+        at = ((image * out_h + (up >> 1)) * out_w + (over >> 1)) * OUT
+        inside = hit[:, None] & (o < OUT)[None, :]
+        won = tl.load(where + at[:, None] + o[None, :], mask=inside, other=4).to(tl.int32) == number[:, None]
+        a = tl.load(gy + at[:, None] + o[None, :], mask=inside, other=0.0)
+        a = tl.where(won, a, tl.zeros_like(a))
+        place = o[:, None] * taps + tap * channels + c[None, :]
+        b = tl.load(w + place, mask=(o < OUT)[:, None] & (c < channels)[None, :], other=0.0)
+        acc = tl.dot(a, b, acc)
     target = m.to(tl.int64)[:, None] * channels + c[None, :]
     tl.store(gx + target, acc.to(gx.dtype.element_ty), mask=(m < rows)[:, None] & (c < channels)[None, :])
 
@@ -135,10 +135,10 @@ def _of_winner(g, won, number: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES)
 def _weight_grad_kernel(
-    gy, where, x, parts, sums, batch, channels, outputs, splits, stride_rows, wide,
-    height, width, out_h, out_w,
+    gy, where, x, parts, sums, batch, outputs, splits, stride_rows, wide,
+    height, width, out_h, out_w, by_image, by_row,
     KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-    BO: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PATCH: tl.constexpr, C: tl.constexpr,
+    BO: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PATCH: tl.constexpr, C: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """parts[split, j, o, k] = Σ_m [winner = j]·gy[m, o]·x[m + k], k in the patch; without PATCH j and k are merged."""
     client = tl.program_id(2).to(tl.int64)
@@ -147,7 +147,7 @@ def _weight_grad_kernel(
     rows = batch * out_h * out_w
     gy += client * rows * outputs
     where += client * rows * outputs
-    x += client * batch * height * width * channels
+    x += client * batch * height * width * C
     o = (tl.program_id(0) // columns) * BO + tl.arange(0, BO)
     k = (tl.program_id(0) % columns) * BN + tl.arange(0, BN)
     c = k % C
@@ -163,13 +163,13 @@ def _weight_grad_kernel(
         g = tl.load(gy + m[:, None] * outputs + o[None, :], mask=known, other=0.0)
         won = tl.load(where + m[:, None] * outputs + o[None, :], mask=known, other=4).to(tl.int32)
         total += tl.sum(tl.where(won < 4, g, tl.zeros_like(g)).to(tl.float32), 0)
-        image, pixel = m // (out_h * out_w), m % (out_h * out_w)
-        ih = ((pixel // out_w) * 2 - PH)[:, None] + r[None, :]
-        iw = ((pixel % out_w) * 2 - PW)[:, None] + s[None, :]
+        image, row, column = coordinates(m, out_h, out_w, by_image, by_row)
+        ih, iw = (row * 2 - PH)[:, None] + r[None, :], (column * 2 - PW)[:, None] + s[None, :]
         real = (m < last)[:, None] & (k < wide)[None, :]
-        at = ((image[:, None] * height + ih) * width + iw) * C + c[None, :]
+        corner = (image * height + row * 2 - PH) * width + column * 2 - PW
+        at = corner[:, None] * C + ((r * width + s) * C + c)[None, :]
         if PATCH:
-            inside = real & (ih >= 0) & (ih < height) & (iw >= 0) & (iw < width)
+            inside = real & within(ih, height) & within(iw, width) if PADDED else real
             b = tl.load(x + at, mask=inside, other=0.0)
             acc0 = tl.dot(_of_winner(g, won, 0), b, acc0)
             acc1 = tl.dot(_of_winner(g, won, 1), b, acc1)
@@ -177,8 +177,7 @@ def _weight_grad_kernel(
             acc3 = tl.dot(_of_winner(g, won, 3), b, acc3)
         else:
             for j in tl.static_range(4):
-                jh, jw = ih + j // 2, iw + j % 2
-                inside = real & (jh >= 0) & (jh < height) & (jw >= 0) & (jw < width)
+                inside = real & within(ih + j // 2, height) & within(iw + j % 2, width) if PADDED else real
                 b = tl.load(x + at + ((j // 2) * width + j % 2) * C, mask=inside, other=0.0)
                 acc0 = tl.dot(_of_winner(g, won, j), b, acc0)
     if tl.program_id(0) % columns == 0:
@@ -209,8 +208,8 @@ def input_grad_tiles(g: Geometry) -> Tiles:
 
 def weight_grad_tiles(g: Geometry) -> Tiles:
     if g.channels < 16:
-        return Tiles(tile(g.outputs, 32), tile(g.pool_patch, MAX_PATCH), 64, 2, 2)
-    return Tiles(tile(g.outputs, 64), 64, 64, 4, 2)
+        return Tiles(tile(g.outputs, 32), tile(g.pool_patch, MAX_PATCH), 32, 1, 2)
+    return Tiles(tile(g.outputs, 64), 64, 32, 8, 3)
 
 
 def forward(x: Tensor, w: Tensor, bias: Tensor | None, g: Geometry, relu: bool) -> tuple[Tensor, Tensor]:
@@ -222,9 +221,10 @@ def forward(x: Tensor, w: Tensor, bias: Tensor | None, g: Geometry, relu: bool) 
     grid = (triton.cdiv(g.batch * out_h * out_w, bm), triton.cdiv(g.outputs, bn), g.clients)
     _forward_kernel[grid](
         x, w, w if bias is None else bias, y, where,
-        g.batch, g.channels, g.outputs, g.height, g.width, out_h, out_w,
+        g.batch, g.outputs, g.height, g.width, out_h, out_w, *reciprocals(out_h, out_w),
         KH=g.kernel[0], KW=g.kernel[1], PH=g.padding[0], PW=g.padding[1], BM=bm, BN=bn, BK=bk,
-        PATCH=g.channels < 16, C=g.channels, BIAS=bias is not None, RELU=relu, num_warps=warps, num_stages=stages,
+        PATCH=g.channels < 16, C=g.channels, PADDED=g.padded, BIAS=bias is not None, RELU=relu,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return y, where
 
@@ -236,8 +236,8 @@ def input_grad(gy: Tensor, where: Tensor, w: Tensor, g: Geometry) -> Tensor:
     bm, bn, bk, warps, stages = input_grad_tiles(g)
     grid = (triton.cdiv(g.batch * g.height * g.width, bm), triton.cdiv(g.channels, bn), g.clients)
     _input_grad_kernel[grid](
-        gy, where, w, gx, g.batch, g.channels, g.outputs, g.height, g.width, out_h, out_w,
-        KH=g.kernel[0], KW=g.kernel[1], PH=g.padding[0], PW=g.padding[1], BM=bm, BN=bn, BK=bk,
+        gy, where, w, gx, g.batch, g.channels, g.height, g.width, out_h, out_w, *reciprocals(g.height, g.width),
+        KH=g.kernel[0], KW=g.kernel[1], PH=g.padding[0], PW=g.padding[1], BM=bm, BN=bn, BK=bk, OUT=g.outputs,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return gx
@@ -257,9 +257,10 @@ def weight_grad(gy: Tensor, where: Tensor, x: Tensor, g: Geometry) -> tuple[Tens
     parts = gy.new_empty(g.clients, splits, 4 if patch else 1, g.outputs, wide, dtype=torch.float32)
     sums = gy.new_empty(g.clients, splits, g.outputs, dtype=torch.float32)
     _weight_grad_kernel[(tiles, splits, g.clients)](
-        gy, where, x, parts, sums, g.batch, g.channels, g.outputs, splits, stride_rows, wide,
-        g.height, g.width, out_h, out_w, KW=kw, PH=g.padding[0], PW=g.padding[1], BO=bo, BN=bn, BK=bk,
-        PATCH=patch, C=g.channels, num_warps=warps, num_stages=stages,
+        gy, where, x, parts, sums, g.batch, g.outputs, splits, stride_rows, wide,
+        g.height, g.width, out_h, out_w, *reciprocals(out_h, out_w),
+        KW=kw, PH=g.padding[0], PW=g.padding[1], BO=bo, BN=bn, BK=bk,
+        PATCH=patch, C=g.channels, PADDED=g.padded, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     total = added(parts)
     if patch:

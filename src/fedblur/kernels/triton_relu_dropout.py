@@ -1,8 +1,9 @@
-"""ReLU and seeded dropout on a convolution's output, on the way from channels last to channels first, in one pass.
+"""ReLU and seeded dropout on a convolution's output: the hash for the convolution's own kernel, and the gradient.
 
 The masks are those of `fedblur.dropout`, hashed from (key, element). A value passes if it was kept and was positive,
-that is if the output is not zero, so the gradient needs the output alone. Left to the compiler, this step writes out
-the hashes and reads memory across the grain: it took a fifth of CNN-B's round.
+that is if the output is not zero, so the gradient needs the output alone; on the way it goes back from channels first
+to channels last. Left to the compiler, these steps write out the hashes and read memory across the grain: they took a
+fifth of CNN-B's round.
 """
 
 from __future__ import annotations
@@ -16,28 +17,17 @@ from fedblur.kernels.geometry import tile
 
 
 @triton.jit
-def _hash32(value):
+def hash32(value):
     value = (value ^ (value >> 16)) * 0x85EBCA6B
     value = (value ^ (value >> 13)) * 0xC2B2AE35
     return value ^ (value >> 16)
 
 
 @triton.jit
-def _forward_kernel(
-    x, keys, y, batch, scale, threshold, PIXELS: tl.constexpr, CHANNELS: tl.constexpr,
-    BP: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    image = tl.program_id(1)
-    p = (tl.program_id(0) % tl.cdiv(PIXELS, BP)) * BP + tl.arange(0, BP)
-    c = (tl.program_id(0) // tl.cdiv(PIXELS, BP)) * BC + tl.arange(0, BC)
-    real = (p < PIXELS)[:, None] & (c < CHANNELS)[None, :]
-    start = image.to(tl.int64) * (PIXELS * CHANNELS)
-    value = tl.load(x + start + p[:, None] * CHANNELS + c[None, :], mask=real, other=0.0).to(tl.float32)
-    element = (image % batch) * (PIXELS * CHANNELS) + c[None, :] * PIXELS + p[:, None]
-    key = tl.load(keys + image // batch).to(tl.uint32)
-    kept = (_hash32(key + element.to(tl.uint32)) & 0x7FFFFFFF) >= threshold.to(tl.uint32)
-    value = tl.where((value <= 0) | (kept == 0), 0.0, value * scale)
-    tl.store(y + start + c[None, :] * PIXELS + p[:, None], value.to(y.dtype.element_ty), mask=real)
+def relu_dropout(value, key, element, threshold, scale):
+    """Of a tile of values; `element` is their place among all of a client's."""
+    kept = (hash32(key.to(tl.uint32) + element.to(tl.uint32)) & 0x7FFFFFFF) >= threshold.to(tl.uint32)
+    return tl.where((value <= 0) | (kept == 0), 0.0, value * scale)
 
 
 @triton.jit
@@ -58,17 +48,6 @@ def _grad_kernel(
 def _cut(pixels: int, channels: int) -> tuple[int, int, int]:
     bp, bc = tile(pixels, 128), tile(channels, 64)
     return bp, bc, triton.cdiv(pixels, bp) * triton.cdiv(channels, bc)
-
-
-def forward(x: Tensor, keys: Tensor, threshold: int, scale: float) -> Tensor:
-    """x [clients, B, H, W, C], keys [clients] int32 -> [clients, B, C, H, W]."""
-    clients, batch, height, width, channels = x.shape
-    y = x.new_empty(clients, batch, channels, height, width)
-    bp, bc, tiles = _cut(height * width, channels)
-    _forward_kernel[(tiles, clients * batch)](
-        x, keys, y, batch, scale, threshold, PIXELS=height * width, CHANNELS=channels, BP=bp, BC=bc
-    )
-    return y
 
 
 def grad(gy: Tensor, y: Tensor, scale: float) -> Tensor:

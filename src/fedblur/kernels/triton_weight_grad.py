@@ -11,84 +11,85 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fedblur.kernels.geometry import PROGRAMS, SIZES, Geometry, Tiles, tile
+from fedblur.kernels.geometry import PROGRAMS, SIZES, Geometry, Tiles, reciprocals, tile
+from fedblur.kernels.triton_places import coordinates, within
 
 
 @triton.jit
 def _tap_tile(
-    x, image, top, left, known, c, channels, tap,
-    height, width, KH: tl.constexpr, KW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
+    x, corner, top, left, known, c, tap, height, width,
+    KH: tl.constexpr, KW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr, C: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """What one tap of the kernel sees: x at every output pixel's position moved by the tap."""
-    ih, iw = top + (tap // KW) * DH, left + (tap % KW) * DW
-    inside = known & (tap < KH * KW) & (ih >= 0) & (ih < height) & (iw >= 0) & (iw < width)
-    at = ((image * height + ih) * width + iw) * channels
-    return tl.load(x + at[:, None] + c[None, :], mask=inside[:, None] & (c < channels)[None, :], other=0.0)
+    down, right = (tap // KW) * DH, (tap % KW) * DW
+    inside = known & (tap < KH * KW)
+    if PADDED:
+        inside = inside & within(top + down, height) & within(left + right, width)
+    at = (corner + down * width + right) * C
+    return tl.load(x + at[:, None] + c[None, :], mask=inside[:, None] & (c < C)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _weight_grad_kernel(
-    gy, x, parts, sums, batch, channels, outputs, splits, stride_rows,
-    height, width, out_h, out_w,
+    gy, x, parts, sums, batch, outputs, splits, stride_rows,
+    height, width, out_h, out_w, by_image, by_row,
     KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     DH: tl.constexpr, DW: tl.constexpr, BO: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TAPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    C: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """parts[split, o, k] = Σ_{m in split} gy[m, o]·x[m + k]; the splits are added afterwards, in a fixed order.
 
-    A program takes up to three taps at once, so that gy is read a third as often.
+    A program takes TAPS taps at once, so that gy is read less often.
     """
     client = tl.program_id(2).to(tl.int64)
     split = tl.program_id(1)
     rows = batch * out_h * out_w
     gy += client * rows * outputs
-    x += client * batch * height * width * channels
-    blocks = tl.cdiv(channels, BN)
+    x += client * batch * height * width * C
+    blocks = tl.cdiv(C, BN)
     columns = tl.cdiv(KH * KW, TAPS) * blocks
     o = (tl.program_id(0) // columns) * BO + tl.arange(0, BO)
     c = (tl.program_id(0) % blocks) * BN + tl.arange(0, BN)
     tap = ((tl.program_id(0) % columns) // blocks) * TAPS
-    acc0 = tl.zeros((BO, BN), dtype=tl.float32)
-    acc1 = tl.zeros((BO, BN), dtype=tl.float32)
-    acc2 = tl.zeros((BO, BN), dtype=tl.float32)
-    total = tl.zeros((BO,), dtype=tl.float32)
+    accs = ()
+    for _ in tl.static_range(TAPS):
+        accs = accs + (tl.zeros((BO, BN), dtype=tl.float32),)  # type: ignore[assignment]  # noqa: RUF005 (no unpacking in Triton)
+    # The bias's gradient, too, is a product: to add up g, all threads would fetch it from shared memory.
+    total = tl.zeros((BO, 16), dtype=tl.float32)
+    ones = tl.full((BK, 16), 1.0, dtype=gy.dtype.element_ty)
     last = tl.minimum(rows, (split + 1) * stride_rows)
     for m0 in range(split * stride_rows, last, BK):
         m = m0 + tl.arange(0, BK)
         known = m < last
-        image = m // (out_h * out_w)
-        pixel = m % (out_h * out_w)
-        top, left = (pixel // out_w) * SH - PH, (pixel % out_w) * SW - PW
+        image, row, column = coordinates(m, out_h, out_w, by_image, by_row)
+        top, left = row * SH - PH, column * SW - PW
+        corner = (image * height + top) * width + left
         g = tl.load(gy + m[:, None] * outputs + o[None, :], mask=known[:, None] & (o < outputs)[None, :], other=0.0)
-        total += tl.sum(g.to(tl.float32), 0)
         a = tl.trans(g)
-        b = _tap_tile(x, image, top, left, known, c, channels, tap, height, width, KH, KW, DH, DW)
-        acc0 = tl.dot(a, b, acc0, input_precision=PRECISION)
-        if TAPS > 1:
-            b = _tap_tile(x, image, top, left, known, c, channels, tap + 1, height, width, KH, KW, DH, DW)
-            acc1 = tl.dot(a, b, acc1, input_precision=PRECISION)
-        if TAPS > 2:
-            b = _tap_tile(x, image, top, left, known, c, channels, tap + 2, height, width, KH, KW, DH, DW)
-            acc2 = tl.dot(a, b, acc2, input_precision=PRECISION)
+        total = tl.dot(a, ones, total, input_precision=PRECISION)
+        grown = ()
+        for j in tl.static_range(TAPS):
+            b = _tap_tile(x, corner, top, left, known, c, tap + j, height, width, KH, KW, DH, DW, C, PADDED)
+            grown = grown + (tl.dot(a, b, accs[j], input_precision=PRECISION),)  # type: ignore[assignment]  # noqa: RUF005
+        accs = grown
     if tl.program_id(0) % columns == 0:
-        tl.store(sums + (client * splits + split) * outputs + o, total, mask=o < outputs)
-    parts += (client * splits + split) * outputs * KH * KW * channels
-    place = (o[:, None] * KH * KW + tap) * channels + c[None, :]
-    kept = (o < outputs)[:, None] & (c < channels)[None, :]
-    tl.store(parts + place, acc0, mask=kept)
-    if TAPS > 1:
-        tl.store(parts + place + channels, acc1, mask=kept & (tap + 1 < KH * KW))
-    if TAPS > 2:
-        tl.store(parts + place + 2 * channels, acc2, mask=kept & (tap + 2 < KH * KW))
+        tl.store(
+            sums + (client * splits + split) * outputs + o, tl.max(total, 1), mask=o < outputs
+        )  # all columns alike
+    parts += (client * splits + split) * outputs * KH * KW * C
+    place = (o[:, None] * KH * KW + tap) * C + c[None, :]
+    kept = (o < outputs)[:, None] & (c < C)[None, :]
+    for j in tl.static_range(TAPS):
+        tl.store(parts + place + j * C, accs[j], mask=kept & (tap + j < KH * KW))
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _narrow_kernel(
     gy, x, parts, sums, batch, outputs, splits, stride_rows,
-    height, width, out_h, out_w,
+    height, width, out_h, out_w, by_image, by_row,
     KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-    DH: tl.constexpr, DW: tl.constexpr, BO: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
-    PRECISION: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr, BO: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    C: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The same for inputs of few channels C: (kh, kw, c) is one axis, since a tap alone would not fill a tile."""
     client = tl.program_id(2).to(tl.int64)
@@ -106,11 +107,12 @@ def _narrow_kernel(
     last = tl.minimum(rows, (split + 1) * stride_rows)
     for m0 in range(split * stride_rows, last, BK):
         m = m0 + tl.arange(0, BK)
-        image = m // (out_h * out_w)
-        pixel = m % (out_h * out_w)
-        ih = ((pixel // out_w) * SH - PH)[:, None] + down[None, :]
-        iw = ((pixel % out_w) * SW - PW)[:, None] + right[None, :]
-        inside = (m < last)[:, None] & (k < taps)[None, :] & (ih >= 0) & (ih < height) & (iw >= 0) & (iw < width)
+        image, row, column = coordinates(m, out_h, out_w, by_image, by_row)
+        ih = (row * SH - PH)[:, None] + down[None, :]
+        iw = (column * SW - PW)[:, None] + right[None, :]
+        inside = (m < last)[:, None] & (k < taps)[None, :]
+        if PADDED:
+            inside = inside & within(ih, height) & within(iw, width)
         b = tl.load(x + ((image[:, None] * height + ih) * width + iw) * C + (k % C)[None, :], mask=inside, other=0.0)
         known = (m < last)[:, None] & (o < outputs)[None, :]
         g = tl.load(gy + m[:, None] * outputs + o[None, :], mask=known, other=0.0)
@@ -127,7 +129,11 @@ def weight_grad_tiles(g: Geometry) -> Tiles:
     if g.channels < 16:
         return Tiles(rows, tile(g.kernel[0] * g.kernel[1] * g.channels, 64), 128, 4, 2)
     columns = tile(g.channels, 64)
-    return Tiles(rows, columns, 64 if g.channels == 128 else 128, 4, 3 if columns <= 32 else 2)
+    if columns <= 32:
+        return Tiles(rows, columns, 32, 4, 4)
+    if g.outputs <= 64:
+        return Tiles(rows, columns, 64, 4, 3)
+    return Tiles(128, columns, 64, 8, 3) if g.outputs <= 128 else Tiles(128, columns, 32, 4, 3)
 
 
 def taps_at_once(g: Geometry) -> int:
@@ -154,13 +160,15 @@ def weight_grad(gy: Tensor, x: Tensor, g: Geometry) -> tuple[Tensor, Tensor]:
     precision = "ieee" if gy.dtype == torch.float32 else "tf32"  # no meaning for bf16
     if narrow:
         _narrow_kernel[grid](
-            gy, x, parts, sums, g.batch, g.outputs, splits, stride_rows, *g.sides, **g.constants(),
-            BO=bo, BN=bn, BK=bk, C=g.channels, PRECISION=precision, num_warps=warps, num_stages=stages,
+            gy, x, parts, sums, g.batch, g.outputs, splits, stride_rows, *g.sides, *reciprocals(out_h, out_w),
+            **g.constants(), BO=bo, BN=bn, BK=bk, C=g.channels, PADDED=g.padded, PRECISION=precision,
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip
     else:
         _weight_grad_kernel[grid](
-            gy, x, parts, sums, g.batch, g.channels, g.outputs, splits, stride_rows, *g.sides, **g.constants(),
-            BO=bo, BN=bn, BK=bk, TAPS=taps, PRECISION=precision, num_warps=warps, num_stages=stages,
+            gy, x, parts, sums, g.batch, g.outputs, splits, stride_rows, *g.sides, *reciprocals(out_h, out_w),
+            **g.constants(), BO=bo, BN=bn, BK=bk, TAPS=taps, C=g.channels, PADDED=g.padded, PRECISION=precision,
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return added(parts).to(gy.dtype), added(sums).to(gy.dtype)
 
