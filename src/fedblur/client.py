@@ -78,7 +78,7 @@ class Batch(NamedTuple):
 
 def read_batches(x: Tensor, y: Tensor, plan: Tensor, rate: float | None = None) -> Iterator[Batch]:
     """The batches of a plan [..., steps, batch] one after another. With a rate losses are averaged, else summed."""
-    plan = plan.movedim(-2, 0)  # steps first: what one step reads lies together
+    plan = plan.movedim(-2, 0).contiguous()  # steps first: what one step reads lies together
     valid, safe = plan >= 0, plan.clamp(min=0)
     labels = torch.where(valid, y[safe], 0)
     weights = valid.float() if rate is None else valid / valid.sum(-1, keepdim=True).clamp(min=1)
@@ -89,10 +89,17 @@ def read_batches(x: Tensor, y: Tensor, plan: Tensor, rate: float | None = None) 
         index = safe[first : first + at_once]
         inputs = x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:])
         if padded:
-            mask = valid[first : first + at_once].view(*index.shape, *[1] * (x.dim() - 1))
-            inputs = torch.where(mask, inputs, torch.zeros((), dtype=inputs.dtype, device=inputs.device))
+            inputs = _blanked(inputs, valid[first : first + at_once])
         for q in range(first, first + len(index)):
             yield Batch(inputs[q - first], labels[q], weights[q], rates[q])
+
+
+def _blanked(inputs: Tensor, valid: Tensor) -> Tensor:
+    """Zeros at padding; eight bytes at a time where they fit, as a GPU is slow on single ones."""
+    rows = inputs.view(valid.numel(), -1)
+    if rows.shape[1] * rows.element_size() % 8 == 0:
+        return (rows.view(torch.int64) * valid.view(-1, 1)).view(inputs.dtype).view(inputs.shape)
+    return torch.where(valid.view(-1, 1), rows, 0).view(inputs.shape)
 
 
 def _bytes(x: Tensor, samples: int) -> int:

@@ -154,8 +154,9 @@ def weight_grad(gy: Tensor, x: Tensor, g: Geometry) -> tuple[Tensor, Tensor]:
     rows = g.batch * out_h * out_w
     splits = max(1, min(PROGRAMS // (programs * g.clients), triton.cdiv(rows, 8 * bk)))
     stride_rows = triton.cdiv(triton.cdiv(rows, splits), bk) * bk
-    parts = gy.new_empty(g.clients, splits, g.outputs, kh, kw, g.channels, dtype=torch.float32)
-    sums = gy.new_empty(g.clients, splits, g.outputs, dtype=torch.float32)
+    kept = gy.dtype if splits == 1 else torch.float32  # parts that are still to be added
+    parts = gy.new_empty(g.clients, splits, g.outputs, kh, kw, g.channels, dtype=kept)
+    sums = gy.new_empty(g.clients, splits, g.outputs, dtype=kept)
     grid = (programs, splits, g.clients)
     precision = "ieee" if gy.dtype == torch.float32 else "tf32"  # no meaning for bf16
     if narrow:
