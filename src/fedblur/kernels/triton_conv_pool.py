@@ -16,8 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from fedblur.kernels.geometry import MAX_PATCH, PROGRAMS, SIZES, Geometry, Tiles, reciprocals, tile
+from fedblur.kernels.triton_parts import finished
 from fedblur.kernels.triton_places import coordinates, within
-from fedblur.kernels.triton_weight_grad import added
+
+REPEAT = 8  # tiles of rows that a program of the patch route takes, one after another
 
 
 @triton.jit
@@ -27,12 +29,65 @@ def _compete(acc, best, winner, number: tl.constexpr):
     return tl.where(better, acc, best), tl.where(better, number, winner)
 
 
+@triton.jit
+def _store(y, where, best, winner, shift, target, kept, RELU: tl.constexpr):
+    """The winners' values with bias and ReLU, and who they are."""
+    best += shift[None, :]
+    if RELU:
+        winner = tl.where(best > 0, winner, 4)
+        best = tl.where(best <= 0, 0.0, best)
+    tl.store(y + target, best.to(y.dtype.element_ty), mask=kept)
+    tl.store(where + target, winner.to(tl.uint8), mask=kept)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _patch_forward_kernel(
+    x, w, bias, y, where, batch, outputs,
+    height, width, out_h, out_w, by_image, by_row,
+    KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
+    PADDED: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, REPEAT: tl.constexpr,
+):  # fmt: skip
+    """y[m, o] = max over the window of m, by patches; REPEAT tiles of rows follow each other with the same filters."""
+    client = tl.program_id(2).to(tl.int64)
+    rows = batch * out_h * out_w
+    x += client * batch * height * width * C
+    w += client * outputs * KH * KW * C
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    r, s, c = k // ((KW + 1) * C), (k // C) % (KW + 1), k % C
+    filters = ()
+    for j in tl.static_range(4):
+        kh, kw = r - j // 2, s - j % 2
+        fits = (kh >= 0) & (kh < KH) & (kw >= 0) & (kw < KW)
+        place = n[None, :] * (KH * KW * C) + ((kh * KW + kw) * C + c)[:, None]
+        b = tl.load(w + place, mask=fits[:, None] & (n < outputs)[None, :], other=0.0)
+        filters = filters + (b,)  # type: ignore[assignment]  # noqa: RUF005 (no unpacking in Triton)
+    shift = tl.zeros((BN,), dtype=tl.float32)
+    if BIAS:
+        shift += tl.load(bias + client * outputs + n, mask=n < outputs, other=0.0).to(tl.float32)
+    for tile_number in range(0, REPEAT):
+        m = (tl.program_id(0) * REPEAT + tile_number) * BM + tl.arange(0, BM)
+        image, top, left = coordinates(m, out_h, out_w, by_image, by_row)
+        top, left = top * 2 - PH, left * 2 - PW
+        inside = (m < rows)[:, None] & (r <= KH)[None, :]
+        if PADDED:
+            inside = inside & within(top[:, None] + r[None, :], height) & within(left[:, None] + s[None, :], width)
+        corner = (image * height + top) * width + left
+        a = tl.load(x + corner[:, None] * C + ((r * width + s) * C + c)[None, :], mask=inside, other=0.0)
+        best, winner = tl.full((BM, BN), float("-inf"), dtype=tl.float32), tl.zeros((BM, BN), dtype=tl.int32)
+        for j in tl.static_range(4):
+            best, winner = _compete(tl.dot(a, filters[j]), best, winner, j)
+        target = (client * rows + m)[:, None] * outputs + n[None, :]
+        _store(y, where, best, winner, shift, target, (m < rows)[:, None] & (n < outputs)[None, :], RELU)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def _forward_kernel(
     x, w, bias, y, where, batch, outputs,
     height, width, out_h, out_w, by_image, by_row,
     KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PATCH: tl.constexpr, C: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     PADDED: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     """y[m, o] = max over the window of m; m counts pooled pixels."""
@@ -47,45 +102,27 @@ def _forward_kernel(
     top, left = top * 2 - PH, left * 2 - PW
     corner = (image * height + top) * width + left
     best, winner = tl.full((BM, BN), float("-inf"), dtype=tl.float32), tl.zeros((BM, BN), dtype=tl.int32)
-    if PATCH:
-        k = tl.arange(0, BK)
-        r, s, c = k // ((KW + 1) * C), (k // C) % (KW + 1), k % C
-        inside = (m < rows)[:, None] & (r <= KH)[None, :]
-        if PADDED:
-            inside = inside & within(top[:, None] + r[None, :], height) & within(left[:, None] + s[None, :], width)
-        a = tl.load(x + corner[:, None] * C + ((r * width + s) * C + c)[None, :], mask=inside, other=0.0)
-        for j in tl.static_range(4):
-            kh, kw = r - j // 2, s - j % 2
-            fits = (kh >= 0) & (kh < KH) & (kw >= 0) & (kw < KW)
-            place = n[None, :] * taps + ((kh * KW + kw) * C + c)[:, None]
-            b = tl.load(w + place, mask=fits[:, None] & (n < outputs)[None, :], other=0.0)
-            best, winner = _compete(tl.dot(a, b), best, winner, j)
-    else:
-        BLOCKS: tl.constexpr = (C + BK - 1) // BK
-        for j in tl.static_range(4):
-            acc = tl.zeros((BM, BN), dtype=tl.float32)
-            for step in range(0, KH * KW * BLOCKS):  # one loop: see `triton_conv`
-                tap = step // BLOCKS
-                c = (step % BLOCKS) * BK + tl.arange(0, BK)
-                down, right = j // 2 + tap // KW, j % 2 + tap % KW
-                inside = m < rows
-                if PADDED:
-                    inside = inside & within(top + down, height) & within(left + right, width)
-                at = (corner + down * width + right) * C
-                a = tl.load(x + at[:, None] + c[None, :], mask=inside[:, None] & (c < C)[None, :], other=0.0)
-                place = n[None, :] * taps + tap * C + c[:, None]
-                b = tl.load(w + place, mask=(c < C)[:, None] & (n < outputs)[None, :], other=0.0)
-                acc = tl.dot(a, b, acc)
-            best, winner = _compete(acc, best, winner, j)
+    BLOCKS: tl.constexpr = (C + BK - 1) // BK
+    for j in tl.static_range(4):
+        acc = tl.zeros((BM, BN), dtype=tl.float32)
+        for step in range(0, KH * KW * BLOCKS):  # one loop: see `triton_conv`
+            tap = step // BLOCKS
+            c = (step % BLOCKS) * BK + tl.arange(0, BK)
+            down, right = j // 2 + tap // KW, j % 2 + tap % KW
+            inside = m < rows
+            if PADDED:
+                inside = inside & within(top + down, height) & within(left + right, width)
+            at = (corner + down * width + right) * C
+            a = tl.load(x + at[:, None] + c[None, :], mask=inside[:, None] & (c < C)[None, :], other=0.0)
+            place = n[None, :] * taps + tap * C + c[:, None]
+            b = tl.load(w + place, mask=(c < C)[:, None] & (n < outputs)[None, :], other=0.0)
+            acc = tl.dot(a, b, acc)
+        best, winner = _compete(acc, best, winner, j)
+    shift = tl.zeros((BN,), dtype=tl.float32)
     if BIAS:
-        best += tl.load(bias + client * outputs + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
-    if RELU:
-        winner = tl.where(best > 0, winner, 4)
-        best = tl.where(best <= 0, 0.0, best)
+        shift += tl.load(bias + client * outputs + n, mask=n < outputs, other=0.0).to(tl.float32)
     target = (client * rows + m)[:, None] * outputs + n[None, :]
-    kept = (m < rows)[:, None] & (n < outputs)[None, :]
-    tl.store(y + target, best.to(y.dtype.element_ty), mask=kept)
-    tl.store(where + target, winner.to(tl.uint8), mask=kept)
+    _store(y, where, best, winner, shift, target, (m < rows)[:, None] & (n < outputs)[None, :], RELU)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -218,13 +255,15 @@ def forward(x: Tensor, w: Tensor, bias: Tensor | None, g: Geometry, relu: bool) 
     y = x.new_empty(g.clients, g.batch, out_h, out_w, g.outputs)
     where = torch.empty_like(y, dtype=torch.uint8)
     bm, bn, bk, warps, stages = forward_tiles(g)
-    grid = (triton.cdiv(g.batch * out_h * out_w, bm), triton.cdiv(g.outputs, bn), g.clients)
-    _forward_kernel[grid](
+    tiles = triton.cdiv(g.batch * out_h * out_w, bm)
+    kernel, repeated, more = _forward_kernel, 1, {}
+    if g.channels < 16:
+        kernel, repeated, more = _patch_forward_kernel, REPEAT, {"REPEAT": REPEAT}
+    kernel[triton.cdiv(tiles, repeated), triton.cdiv(g.outputs, bn), g.clients](
         x, w, w if bias is None else bias, y, where,
         g.batch, g.outputs, g.height, g.width, out_h, out_w, *reciprocals(out_h, out_w),
         KH=g.kernel[0], KW=g.kernel[1], PH=g.padding[0], PW=g.padding[1], BM=bm, BN=bn, BK=bk,
-        PATCH=g.channels < 16, C=g.channels, PADDED=g.padded, BIAS=bias is not None, RELU=relu,
-        num_warps=warps, num_stages=stages,
+        C=g.channels, PADDED=g.padded, BIAS=bias is not None, RELU=relu, num_warps=warps, num_stages=stages, **more,
     )  # fmt: skip
     return y, where
 
@@ -262,9 +301,4 @@ def weight_grad(gy: Tensor, where: Tensor, x: Tensor, g: Geometry) -> tuple[Tens
         KW=kw, PH=g.padding[0], PW=g.padding[1], BO=bo, BN=bn, BK=bk,
         PATCH=patch, C=g.channels, PADDED=g.padded, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    total = added(parts)
-    if patch:
-        total = total.view(g.clients, 4, g.outputs, kh + 1, kw + 1, g.channels)
-        shifted = [total[:, j, :, j // 2 : j // 2 + kh, j % 2 : j % 2 + kw] for j in range(4)]
-        total = (shifted[0] + shifted[1]) + (shifted[2] + shifted[3])
-    return total.reshape(g.clients, g.outputs, kh, kw, g.channels).to(gy.dtype), added(sums).to(gy.dtype)
+    return finished(parts, sums, g, patch, gy.dtype)

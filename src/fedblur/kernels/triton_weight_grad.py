@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fedblur.kernels.geometry import PROGRAMS, SIZES, Geometry, Tiles, reciprocals, tile
+from fedblur.kernels.triton_parts import finished
 from fedblur.kernels.triton_places import coordinates, within
 
 
@@ -171,9 +172,6 @@ def weight_grad(gy: Tensor, x: Tensor, g: Geometry) -> tuple[Tensor, Tensor]:
             **g.constants(), BO=bo, BN=bn, BK=bk, TAPS=taps, C=g.channels, PADDED=g.padded, PRECISION=precision,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
-    return added(parts).to(gy.dtype), added(sums).to(gy.dtype)
-
-
-def added(parts: Tensor) -> Tensor:
-    """The sum over the splits."""
-    return parts[:, 0] if parts.shape[1] == 1 else parts.sum(1)
+    if splits == 1:
+        return parts[:, 0], sums[:, 0]
+    return finished(parts, sums, g, False, gy.dtype)

@@ -83,6 +83,6 @@ def keep_largest(scores: Tensor, count: int) -> Tensor:
 def _first_ties(ties: Tensor, room: Tensor) -> Tensor:
     """The first `room` of the ties. Counted in blocks: one running sum over a million values leaves a GPU idle."""
     blocks = torch.nn.functional.pad(ties, (0, -len(ties) % _BLOCK)).view(-1, _BLOCK)
-    counted = torch.cumsum(blocks, -1, dtype=torch.int32)
+    counted = torch.cumsum(blocks, -1, dtype=torch.int16)  # at most _BLOCK
     before = torch.cumsum(counted[:, -1], 0) - counted[:, -1]
     return (blocks & (counted <= (room - before)[:, None])).flatten()[: len(ties)]
