@@ -41,6 +41,8 @@ def clip_l2(updates: Tensor, clip_norm: float) -> tuple[Bounded, Tensor]:
     factor = torch.clamp(clip_norm * (1 - MARGIN) / norms, max=1.0)  # norm 0 gives inf, clamped to 1
     finite = norms < clip_norm * HUGE  # false for inf and nan
     scaled = updates * torch.where(finite, factor, 0.0).to(updates.dtype)[:, None]
+    if updates.device.type == "cpu" and bool(finite.all()):  # asking a GPU would stop it
+        return Bounded(scaled, clip_norm), norms
     value = torch.where(finite[:, None], scaled, 0.0)  # 0·nan is nan, so the row itself is replaced
     return Bounded(value, clip_norm), norms
 
