@@ -92,7 +92,7 @@ class LocalProgram:
         if local.weight_decay:
             terms.append({name: local.weight_decay * tensor for name, tensor in theta.items()})
         if self._linear:
-            delta = _add(delta, gradient)
+            delta = _add_to(delta, gradient) if self.plain else _add(delta, gradient)
         else:
             terms.append(gradient)
         if terms:
@@ -276,6 +276,11 @@ def _repeated(tensor: Tensor, times: int) -> Tensor:
 
 def _add(a: Params, b: Params, scale: float = 1.0) -> Params:
     return {name: torch.add(a[name], b[name], alpha=scale) for name in a}
+
+
+def _add_to(a: Params, b: Params) -> Params:
+    """Into the memory of `a`, which its owner does not read again."""
+    return {name: tensor.add_(b[name]) for name, tensor in a.items()}
 
 
 def _zeros(tensor: Tensor, lead: torch.Size) -> Tensor:
