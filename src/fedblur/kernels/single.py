@@ -1,9 +1,8 @@
 """Layers for one client on one core of a CPU: torch's own kernels, put together so that less time is lost around them.
 
 A convolution's bias gets its gradient from a sum of its own (inside oneDNN's kernel for the weights it takes several
-times as long), large dense layers go to oneDNN (on an AMD CPU 15 to 30 % faster than MKL), a ReLU hands its gradient on
-in the layout in which the layer before it will read it, and a pool does not hold on to its input: what a step touches
-should stay in the cache. Values agree with torch's layers to float tolerance; what is not covered is torch's own.
+times as long), and large dense layers go to oneDNN (on an AMD CPU 15 to 30 % faster than MKL). Values agree with those
+of torch's layers to float tolerance; what is not covered is torch's own.
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 _aten = torch.ops.aten
-_RELUS = {F.relu, torch.relu, Tensor.relu}
-_POOLS = {F.max_pool2d, torch.max_pool2d}
 _CONVOLUTIONS = {F.conv2d, torch.conv2d}
-_LARGE = 2**16  # weights of a dense layer; below, finding oneDNN's kernel takes longer than the product
+_LARGE = 2**16  # weights of a dense layer; smaller ones take no time that could be saved
 
 
 class SingleClientLayers(TorchFunctionMode):
@@ -35,10 +32,6 @@ class SingleClientLayers(TorchFunctionMode):
             return _convolution(*args, **kwargs)
         if func is F.linear:
             return _dense(*args, **kwargs)
-        if func in _POOLS:
-            return _max_pool(*args, **kwargs)
-        if func in _RELUS and not kwargs.get("inplace") and len(args) == 1 and _channels_last(args[0]):
-            return _Relu.apply(args[0])
         return func(*args, **kwargs)
 
 
@@ -64,22 +57,6 @@ def _dense(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return output
 
 
-def _max_pool(
-    input: Tensor,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> Any:
-    if return_indices or not _channels_last(input) or not _plain(input):
-        pool: Callable[..., Any] = F.max_pool2d  # its types know constants only
-        return pool(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
-    stride = kernel_size if stride is None or stride == [] else stride
-    return _MaxPool.apply(input, *map(_pair, (kernel_size, stride, padding, dilation)), ceil_mode)
-
-
 def _pair(value: Any) -> list[int]:
     return [value, value] if isinstance(value, int) else list(value)
 
@@ -90,10 +67,6 @@ def _plain(*tensors: Tensor) -> bool:
 
 def _has_onednn() -> bool:
     return bool(torch.backends.mkldnn.is_available()) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
-def _channels_last(tensor: Tensor) -> bool:
-    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 class _Convolution(torch.autograd.Function):
@@ -138,36 +111,3 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """a·bᵀ + bias by oneDNN."""
     result: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
     return result
-
-
-class _MaxPool(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, *how: Any) -> Tensor:
-        output, indices = _aten.max_pool2d_with_indices(input, *how)
-        ctx.save_for_backward(indices)
-        ctx.how, ctx.shape = how, input.shape  # not the input itself: its gradient takes its memory
-        result: Tensor = output
-        return result
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        (indices,) = ctx.saved_tensors
-        like = torch.empty(ctx.shape, memory_format=torch.channels_last)  # only its layout is looked at
-        return _aten.max_pool2d_with_indices_backward(slope, like, *ctx.how, indices), *[None] * 5
-
-
-class _Relu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor) -> Tensor:
-        output = torch.relu(input)
-        ctx.save_for_backward(output)
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> Tensor:
-        (output,) = ctx.saved_tensors
-        slope = slope.contiguous(memory_format=torch.channels_last)  # one way or the other the kernels would copy it
-        result: Tensor = _aten.threshold_backward(slope, output, 0)
-        return result
