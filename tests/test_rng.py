@@ -54,3 +54,9 @@ def test_rng__paths_do_not_collide() -> None:
     seeds = {root.child("round", t, "client", c).seed() for t in range(50) for c in range(50)}
     assert len(seeds) == 2500
     assert root.child("a", "b").key != root.child("a").key
+
+
+@pytest.mark.parametrize("name", ["client", "share"])
+def test_seeded__many_seeds_are_those_of_the_children(name) -> None:
+    root = Seeded.root(3).child("round", 7)
+    assert root.seeds(name, [0, 17, -1]) == [root.child(name, i).seed() for i in (0, 17, -1)]

@@ -39,7 +39,7 @@ def plan_work(
     smallest = int(torch.where(shard.sizes > 0, shard.sizes, largest).min())  # clients that only fill a block need none
     width = max(1, min(batch_size, largest))
     epochs = -(-steps // max(1, -(-smallest // width)))  # of the client that has the fewest batches in one
-    seeds = torch.tensor([rng.child("client", int(i)).seed() for i in ids.tolist()], dtype=torch.int64).to(device)
+    seeds = torch.tensor(rng.seeds("client", ids.tolist()), dtype=torch.int64).to(device)
     sizes, starts = shard.sizes.to(device)[:, None, None], shard.starts.to(device)[:, None, None]
     shuffled = _shuffles(seeds, sizes, epochs, max(1, largest))
     plan = _in_batches(shuffled, sizes, steps, width)

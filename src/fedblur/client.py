@@ -7,9 +7,9 @@ Written once on functional parameters, without `.item()` and without a branch on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from typing import NamedTuple, cast
 
 import torch
@@ -27,9 +27,8 @@ from fedblur.dropout import SeededDropout
 from fedblur.functional import Forward, Layout, Params
 from fedblur.methods import Gradient, Method
 from fedblur.norms import in_one_pass, row_norms
+from fedblur.reading import Batch, read_batches
 from fedblur.tracing import Traced
-
-_SMALL = 2**22  # bytes of samples that are read for all steps at once: little of a small model's step is arithmetic
 
 
 @dataclass(frozen=True)
@@ -67,45 +66,6 @@ def clip_block(trained: Trained, job: ClientJob) -> Block:
     return Block(bounded, trained.trained_norm, norms)
 
 
-class Batch(NamedTuple):
-    """What a step reads: of one client, or with a leading dimension of clients."""
-
-    inputs: Tensor  # [batch, *shape] as they are stored, 0 at padding: no other client's sample is read
-    labels: Tensor  # [batch], 0 at padding
-    weights: Tensor  # [batch] of each sample's loss, 0 at padding
-    rate: Tensor  # [] η, or 0 where all is padding
-
-
-def read_batches(x: Tensor, y: Tensor, plan: Tensor, rate: float | None = None) -> Iterator[Batch]:
-    """The batches of a plan [..., steps, batch] one after another. With a rate losses are averaged, else summed."""
-    plan = plan.movedim(-2, 0).contiguous()  # steps first: what one step reads lies together
-    valid, safe = plan >= 0, plan.clamp(min=0)
-    labels = torch.where(valid, y[safe], 0)
-    weights = valid.float() if rate is None else valid / valid.sum(-1, keepdim=True).clamp(min=1)
-    rates = (rate or 0.0) * valid.any(-1).float()
-    padded = plan.device.type != "cpu" or not bool(valid.all())  # asking a GPU would stop it
-    at_once = len(plan) if plan.device.type == "cpu" and _bytes(x, plan.numel()) <= _SMALL else 1
-    for first in range(0, len(plan), at_once):
-        index = safe[first : first + at_once]
-        inputs = x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:])
-        if padded:
-            inputs = _blanked(inputs, valid[first : first + at_once])
-        for q in range(first, first + len(index)):
-            yield Batch(inputs[q - first], labels[q], weights[q], rates[q])
-
-
-def _blanked(inputs: Tensor, valid: Tensor) -> Tensor:
-    """Zeros at padding; eight bytes at a time where they fit, as a GPU is slow on single ones."""
-    rows = inputs.view(valid.numel(), -1)
-    if rows.shape[1] * rows.element_size() % 8 == 0:
-        return (rows.view(torch.int64) * valid.view(-1, 1)).view(inputs.dtype).view(inputs.shape)
-    return torch.where(valid.view(-1, 1), rows, 0).view(inputs.shape)
-
-
-def _bytes(x: Tensor, samples: int) -> int:
-    return samples * x[0].numel() * x.element_size()
-
-
 @dataclass(frozen=True)
 class LocalProgram:
     """What of a job does not change from round to round: pure functions on one client's tensors."""
@@ -123,25 +83,37 @@ class LocalProgram:
         """Δ ← Δ − η·(g + the methods' terms); a step whose indices are all padding is the identity."""
         local = self.local
         theta = _add(start, delta)
-        gradient_at: Gradient = partial(self._gradient, self._viewed(batch, seed, step), self.methods, seed, step)
+        batch = self._viewed(batch, seed, step)
+        weights = batch.descent if self._linear else batch.weights
+        gradient_at: Gradient = partial(self._gradient, batch, weights, self.methods, seed, step)
         for method in self.methods:
             gradient_at = method.wrap_gradient(gradient_at)
         gradient = gradient_at(theta)
+        terms = [term for method in self.methods if (term := method.gradient_term(delta, clip_norm)) is not None]
         if local.weight_decay:
-            gradient = _add(gradient, theta, local.weight_decay)
-        for method in self.methods:
-            term = method.gradient_term(delta, clip_norm)
-            gradient = gradient if term is None else _add(gradient, term)
-        if local.momentum:
-            velocity = gradient = _add(gradient, velocity, local.momentum)
-        delta = {name: torch.addcmul(delta[name], batch.rate, gradient[name], value=-1) for name in delta}
+            terms.append({name: local.weight_decay * tensor for name, tensor in theta.items()})
+        if self._linear:
+            delta = _add_to(delta, gradient) if self.plain else _add(delta, gradient)
+        else:
+            terms.append(gradient)
+        if terms:
+            gradient = reduce(_add, terms)
+            if local.momentum:
+                velocity = gradient = _add(gradient, velocity, local.momentum)
+            delta = {name: torch.addcmul(delta[name], batch.rate, gradient[name], value=-1) for name in delta}
         for method in self.methods:
             delta = method.after_step(delta, clip_norm)
         return delta, velocity
 
+    @property
+    def _linear(self) -> bool:
+        """Whether the loss's gradient is only ever multiplied by −η: then its chain starts with that factor."""
+        return not self.local.momentum and not any(method.bends_gradient for method in self.methods)
+
     def score(self, start: Params, delta: Params, batch: Batch) -> Params:
         """Σ ∇f over these samples at the end point, without dropout and without what the methods add."""
-        return self._gradient(batch._replace(inputs=as_input(batch.inputs)), (), None, 0, _add(start, delta))
+        batch = batch._replace(inputs=as_input(batch.inputs))
+        return self._gradient(batch, batch.weights, (), None, 0, _add(start, delta))
 
     def shape(self, which: int, delta: Params, total: Params, count: Tensor) -> Params:
         """What method number `which` makes of the update, given the sum of `count` samples' gradients."""
@@ -152,17 +124,20 @@ class LocalProgram:
         """The samples as the step sees them; copies of one lie side by side, so that padding stays at the end."""
         views = math.prod(method.views for method in self.methods)
         if views > 1:
-            inputs, labels, weights = (_repeated(tensor, views) for tensor in batch[:3])
-            batch = Batch(inputs, labels, weights / views, batch.rate)
+            inputs, labels, weights, descent = (
+                _repeated(tensor, views) for tensor in (batch.inputs, batch.labels, batch.weights, batch.descent)
+            )
+            batch = Batch(inputs, labels, weights / views, batch.rate, descent / views)
         inputs = as_input(batch.inputs)
         for method in self.methods:
             inputs = method.view(inputs, seed, step)
         return batch._replace(inputs=inputs)
 
     def _gradient(
-        self, batch: Batch, methods: tuple[Method, ...], seed: Tensor | None, step: Tensor | int, theta: Params
-    ) -> Params:
-        """Of the weighted sum of cross-entropies, by the chain rule from its derivative by the logits."""
+        self, batch: Batch, weights: Tensor, methods: tuple[Method, ...], seed: Tensor | None, step: Tensor | int,
+        theta: Params,
+    ) -> Params:  # fmt: skip
+        """Of the sum of cross-entropies with these weights, by the chain rule from its derivative by the logits."""
 
         def logits_of(theta: Params) -> Tensor:
             with SeededDropout(seed, step):
@@ -172,9 +147,9 @@ class LocalProgram:
             return logits
 
         if self.plain:
-            return _pulled_back(logits_of, theta, batch)
+            return _pulled_back(logits_of, theta, batch.labels, weights)
         logits, pull_back, *_ = torch.func.vjp(logits_of, theta)
-        (gradient,) = pull_back(_slope(logits, batch))
+        (gradient,) = pull_back(_slope(logits, batch.labels, weights))
         return cast(Params, gradient)
 
 
@@ -202,7 +177,7 @@ def many_clients(program: LocalProgram, compiled: bool = False, traced: bool = F
         return Steps(_compiled_steps(stepping), _compiled_score(replace(program, methods=())), Compiled(shape))
     step, score = batched_step(program), _batched_score(program)
     if traced:
-        step, score = Traced(step), Traced(score)
+        step, score = Traced(step, given=(1, 2)), Traced(score)  # Δ and velocity: `run_steps` alone holds them
     return Steps(partial(run_steps, step, program.local), score, shape)
 
 
@@ -244,6 +219,9 @@ def local_update(job: ClientJob, steps: Steps, shard: Shard, work: Work) -> Trai
     """Q local steps and the methods' shaping. `work` has a leading dimension of clients, or none for one client."""
     clip_norm = torch.tensor(job.clip_norm, device=work.seeds.device)
     delta = steps.train(job.start, clip_norm, shard.x, shard.y, work.plan, work.seeds)
+    if all(method.score_batch == "none" for method in job.methods):
+        update = job.layout.flatten(delta)
+        return Trained(update, _norm({"all": update}, work.seeds.dim()))
     trained_norm = _norm(delta, work.seeds.dim())
     for which, method in enumerate(job.methods):
         if method.score_batch != "none":
@@ -274,22 +252,22 @@ def train_block(
     return clip_block(Trained(*map(torch.stack, zip(*each, strict=True))), job)
 
 
-def _pulled_back(logits_of: Callable[[Params], Tensor], theta: Params, batch: Batch) -> Params:
+def _pulled_back(logits_of: Callable[[Params], Tensor], theta: Params, labels: Tensor, weights: Tensor) -> Params:
     """As `torch.func.vjp` gives it, by ordinary autograd: zeros where a tensor has no part in the logits."""
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in theta.items()}
     with torch.enable_grad():
         logits = logits_of(leaves)
-    slope = _slope(logits.detach(), batch)
+    slope = _slope(logits.detach(), labels, weights)
     found = torch.autograd.grad(logits, list(leaves.values()), slope, allow_unused=True, materialize_grads=True)
     return dict(zip(leaves, found, strict=True))
 
 
-def _slope(logits: Tensor, batch: Batch) -> Tensor:
+def _slope(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
     """∂(Σ weight·cross-entropy)/∂logits = weight·(softmax − one-hot), [batch, classes]; 0 at padding."""
     powers = (logits - logits.amax(-1, keepdim=True)).exp()  # torch's softmax takes twice as long on short rows
-    weights = batch.weights[:, None]
+    weights = weights[:, None]
     shares = powers * (weights / powers.sum(-1, keepdim=True))
-    return shares.scatter_add(-1, batch.labels[:, None], -weights)
+    return shares.scatter_add(-1, labels[:, None], -weights)
 
 
 def _repeated(tensor: Tensor, times: int) -> Tensor:
@@ -299,6 +277,11 @@ def _repeated(tensor: Tensor, times: int) -> Tensor:
 
 def _add(a: Params, b: Params, scale: float = 1.0) -> Params:
     return {name: torch.add(a[name], b[name], alpha=scale) for name in a}
+
+
+def _add_to(a: Params, b: Params) -> Params:
+    """Into the memory of `a`, which its owner does not read again."""
+    return {name: tensor.add_(b[name]) for name, tensor in a.items()}
 
 
 def _zeros(tensor: Tensor, lead: torch.Size) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +32,10 @@ class Rng(Protocol):
 
     def seed(self) -> int:
         """63 bits to seed a generator whose output needs no secrecy (shuffles, initial weights, dropout)."""
+        ...
+
+    def seeds(self, name: str, numbers: Iterable[int]) -> list[int]:
+        """The seeds of many children of one name: `child(name, number).seed()` for each number."""
         ...
 
     def uniform(self, count: int) -> NDArray[np.float64]:
@@ -64,6 +69,14 @@ class Seeded:
     def seed(self) -> int:
         return int.from_bytes(self.key[:8], "little") >> 1
 
+    def seeds(self, name: str, numbers: Iterable[int]) -> list[int]:
+        begun, found = hashlib.blake2b(f"{name}/".encode(), key=self.key, digest_size=32), []
+        for number in numbers:
+            child = begun.copy()  # a third of the time of a stream for each
+            child.update(str(number).encode())
+            found.append(int.from_bytes(child.digest()[:8], "little") >> 1)
+        return found
+
     def numpy(self) -> np.random.Generator:
         return np.random.Generator(np.random.Philox(key=int.from_bytes(self.key[:16], "little")))
 
@@ -88,6 +101,9 @@ class System:
 
     def seed(self) -> int:
         return int.from_bytes(os.urandom(8), "little") >> 1
+
+    def seeds(self, name: str, numbers: Iterable[int]) -> list[int]:
+        return [self.child(name, number).seed() for number in numbers]
 
     def numpy(self) -> np.random.Generator:
         return np.random.Generator(np.random.Philox(key=int.from_bytes(os.urandom(16), "little")))

@@ -24,6 +24,7 @@ from fedblur.client import Block, ClientJob, LocalProgram, Trained, clip_block, 
 from fedblur.clipping import Bounded
 from fedblur.data.population import Population, Shard
 from fedblur.functional import Forward, ModuleFunction, Params
+from fedblur.kernels.single import SingleClientLayers
 from fedblur.rng import Rng
 
 _PLANNED = 256  # clients whose index plans are made together
@@ -59,7 +60,9 @@ class WorkerEngine:
                 forwards.put(forward)
 
         with _single_threads(self.workers) as pool:
-            done = _in_order(pool, train, self._works(job, shard, ids, rng), ahead=self.block_size)
+            done = _in_order(
+                pool, train, self._works(job, shard, ids, rng), ahead=max(self.block_size, 2 * self.workers)
+            )
             while block := list(islice(done, self.block_size)):
                 yield _joined(block)
 
@@ -110,13 +113,14 @@ def _replicas(job: ClientJob, shard: Shard, count: int) -> tuple[ClientJob, Simp
 
 
 class _ChannelsLast:
-    """A forward function whose inputs are laid out anew."""
+    """A forward function whose inputs are laid out anew, and whose layers are those for one core."""
 
     def __init__(self, forward: Forward) -> None:
         self.forward = forward
 
     def __call__(self, theta: Params, x: Tensor) -> Tensor:
-        return self.forward(theta, channels_last(x))
+        with SingleClientLayers():
+            return self.forward(theta, channels_last(x))
 
 
 def _reads_channels_last(job: ClientJob, shard: Shard) -> bool:

@@ -21,6 +21,8 @@ from fedblur.mechanisms.base import Conditions, Release, demand_bound
 from fedblur.registry import register
 from fedblur.rng import Rng
 
+_CACHED = 2**15  # coordinates that are summed at once
+
 
 @register("mechanism", "gaussian")
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Gaussian:
             values = demand_bound(block, release)
             if self.placement == "clients":
                 values = values + self._shares(release.next_numbers(sent, len(values)), release, rng)
-            total += values.sum(0, dtype=torch.float64)  # float64: the order of clients does not matter
+            _add_rows(total, values)
             sent += len(values)
         if self.placement == "clients" and sent < len(
             release.numbers
@@ -75,3 +77,11 @@ class Gaussian:
             noise = rng.child("noise").normal(release.dimension, release.device)
             noisy = total + release.noise_std * noise.double()
         return noisy.float()
+
+
+def _add_rows(total: Tensor, values: Tensor) -> None:
+    """Add all rows in float64, where the order of clients does not matter."""
+    # torch first makes a float64 copy of what it sums: on a CPU one that fits into a cache.
+    width = _CACHED if total.device.type == "cpu" else len(total)
+    for part, rows in zip(torch.split(total, width), torch.split(values, width, dim=1), strict=True):
+        part += rows.sum(0, dtype=torch.float64)

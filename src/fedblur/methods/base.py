@@ -37,6 +37,11 @@ class Method:
         hooks = ("views", "view", "adjust", "wrap_gradient", "gradient_term", "after_step")
         return any(getattr(type(self), hook) is not getattr(Method, hook) for hook in hooks)
 
+    @property
+    def bends_gradient(self) -> bool:
+        """Whether `wrap_gradient` must see the gradient itself, and not −η times it."""
+        return type(self).wrap_gradient is not Method.wrap_gradient
+
     def check(self, local: LocalTraining) -> None:
         """Refuse settings that do not fit the local training."""
 

@@ -32,7 +32,13 @@ class Sam(Method):
         if not 0 <= self.radius < math.inf:
             raise ConfigError(f"method.sam.radius={self.radius} must be 0 or more and finite")
 
+    @property
+    def bends_gradient(self) -> bool:
+        return self.radius > 0
+
     def wrap_gradient(self, gradient: Gradient) -> Gradient:
+        if not self.radius:
+            return gradient
         return lambda theta: gradient(self._worst_nearby(theta, gradient(theta)))
 
     def _worst_nearby(self, theta: Params, gradient: Params) -> Params:
