@@ -12,7 +12,7 @@ from fedblur.cli import app
 from fedblur.config import Config, apply_overrides, config_hash, from_dict, to_dict
 from fedblur.data import federation
 from fedblur.errors import ConfigError
-from fedblur.recipe import ENOUGH_OF_LIMIT, ENOUGH_SIGNAL, LARGEST_COHORT, choose
+from fedblur.recipe import ENOUGH_OF_LIMIT, LARGEST_COHORT, choose
 from fedblur.registry import build
 from fedblur.setup import plan_for
 from fedblur.summary import signal_to_noise
@@ -55,22 +55,27 @@ def test_recipe__is_what_its_settings_are_spelled_out() -> None:
 
 def test_recipe__takes_the_largest_model_with_enough_signal() -> None:
     small, large = (choose(table(dataset="emnist", epsilon=epsilon)) for epsilon in (2.0, 8.0))
-    assert (small.parameters, large.parameters) == (53_966, 91_206)
-    assert small.signal_to_noise >= ENOUGH_SIGNAL
+    assert (small.parameters, large.parameters) == (7_998, 15_934)
+    assert small.signal_to_noise >= recipe._CHARACTERS.enough_signal
     sizes = [choose(table(dataset="emnist", epsilon=e)).parameters for e in (0.25, 0.5, 1.0, 2.0, 4.0, math.inf)]
     assert sizes == sorted(sizes)
-    assert sizes[-1] == 91_206
+    assert sizes[0] == 1_054
+    assert sizes[-1] == 15_934
+    sizes = [choose(table(dataset="cifar10", epsilon=e)).parameters for e in (2.0, 8.0, math.inf)]
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) > 2
 
 
 def test_recipe__shortens_the_server_step_where_noise_would_lead_it() -> None:
     weak = choose(table(dataset="mnist", clients=480, epsilon=2.0))
-    assert weak.signal_to_noise < ENOUGH_SIGNAL
+    assert weak.signal_to_noise < recipe._CHARACTERS.full_signal
     share = weak.settings["server"]["learning_rate"] / recipe._CHARACTERS.server_rate
-    assert share == pytest.approx(weak.signal_to_noise / ENOUGH_SIGNAL, rel=5e-3)
+    assert share == pytest.approx(weak.signal_to_noise / recipe._CHARACTERS.full_signal, rel=5e-3)
     halved = choose(table(dataset="emnist", epsilon=8.0, clip_norm=0.2))
-    assert halved.settings["server"]["learning_rate"] == pytest.approx(0.5)  # S·η_g stays
-    fewer = choose(table(dataset="emnist", epsilon=8.0, rounds=250))
-    assert fewer.settings["server"]["learning_rate"] == pytest.approx(2.0)
+    whole = choose(table(dataset="emnist", epsilon=8.0)).settings["server"]["learning_rate"]
+    assert halved.settings["server"]["learning_rate"] == pytest.approx(whole / 2, rel=5e-3)  # S·η_g stays
+    fewer = choose(table(dataset="emnist", epsilon=math.inf, rounds=125))
+    assert fewer.settings["server"]["learning_rate"] == pytest.approx(8.0)
 
 
 def test_recipe__raises_the_sample_rate_while_that_raises_the_signal() -> None:
@@ -93,12 +98,12 @@ def test_recipe__lets_the_users_settings_win_and_says_so() -> None:
 
 def test_recipe__is_changed_in_part_by_dotted_settings() -> None:
     changed = apply_overrides(
-        table(dataset="emnist", epsilon=2.0), ["server.learning_rate=0.7", "model.stem=12", "local.steps=2"]
+        table(dataset="emnist", epsilon=2.0), ["server.learning_rate=0.7", "model.features=48", "local.steps=2"]
     )
     config = from_dict(changed)
     assert (config.server.part_name, config.server.learning_rate, config.server.momentum) == ("momentum", 0.7, 0.9)
-    assert (config.model.stem, config.model.widths) == (12, (24, 48))
-    assert (config.local.steps, config.local.learning_rate) == (2, 0.1)
+    assert (config.model.part_name, config.model.features) == ("glyphs", 48)
+    assert (config.local.steps, config.local.learning_rate) == (2, 1.0)
 
 
 def test_recipe__explains_every_choice_in_one_line() -> None:
@@ -126,8 +131,8 @@ def test_recipe__names_what_it_lacks(settings: dict[str, Any], words: str) -> No
 def test_plan__explains_a_recipe_before_the_noise() -> None:
     result = CliRunner().invoke(app, ["plan", "--recipe", "best", "--dataset", "emnist", "--epsilon", "2"])
     assert result.exit_code == 0
-    assert 'model = { name = "gn_resnet", stem = 16, widths = [24, 48] }: for grey images' in result.output
-    assert "53,966 parameters" in result.output
+    assert 'model = { name = "glyphs", features = 128 }: for grey images' in result.output
+    assert "7,998 parameters" in result.output
     own = ["--shape", "3,32,32", "--classes", "10", "--clients", "5000", "--epsilon", "8", "--rounds", "300"]
     result = CliRunner().invoke(app, ["plan", "--recipe", "best", *own])
     assert "rounds = 300: given by you (the recipe alone: 666)" in result.output
@@ -171,13 +176,18 @@ def test_page__states_the_numbers_of_the_table() -> None:
     assert (
         f"η_g is {grey.server_rate} (grey), {colour.server_rate} (colour) or {features.server_rate} (features)" in page
     )
-    assert f"{grey.rounds} rounds for images, {features.rounds} for features" in page
-    assert f"{grey.local_steps} steps of {grey.local_rate} on batches of {recipe.BATCH_SIZE}" in page
+    assert (
+        f"{grey.rounds} rounds for grey images, {colour.rounds} for colour ones, {features.rounds} for features" in page
+    )
+    assert f"{grey.local_steps} step of {grey.local_rate:g} on all that a client has, up to {grey.batch_size}" in page
+    for kind in (colour, features):
+        assert f"{kind.local_steps} steps of {kind.local_rate} on batches of {kind.batch_size}" in page
+    assert f"R/{grey.full_signal:g} (grey) or R/{colour.full_signal:g} where R is below" in page
     assert ", ".join(f"{rate:g}" for rate in recipe.SAMPLE_RATES) in page
     assert f"{100 * ENOUGH_OF_LIMIT:.0f} % of the R of p = 1, with cohorts of at most {LARGEST_COHORT:.0f}" in page
     assert f"down to {recipe.FEWEST_ROUNDS}, where p·N·T·Q would pass {recipe.MOST_WORK:,.0f}" in page
     assert f"**S = {recipe.CLIP_NORM}.**" in page
-    assert f"R ≥ {ENOUGH_SIGNAL:g}" in page
+    assert f"R ≥ {grey.enough_signal:g} (grey) or R ≥ {colour.enough_signal:g}" in page
     for kind, shape, classes in ((grey, (1, 28, 28), 62), (colour, (3, 32, 32), 10)):
         sizes = [recipe._parameters(build("model", model), shape, classes) for model in kind.models]
         assert ", ".join(f"{round(size / 1000)}k" for size in sizes) in page

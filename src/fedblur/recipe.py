@@ -29,23 +29,36 @@ class Family:
     what: str
     models: tuple[dict[str, Any], ...]  # the largest first
     method: tuple[dict[str, Any], ...]
-    server_rate: float  # η_g at S = CLIP_NORM, T = rounds and R of at least ENOUGH_SIGNAL
+    server_rate: float  # η_g at S = CLIP_NORM, T = rounds and R of at least full_signal
     rounds: int  # T, where the work allows
+    views: str = "views of a client's own samples cost no privacy"  # why these methods
+    enough_signal: float = 8.0  # R: the largest model that has it is taken
+    full_signal: float = 8.0  # R; below it the server steps shorter
     local_rate: float = 0.1  # η_l
     local_steps: int = 3  # Q
+    batch_size: int = 32
 
 
 _CHARACTERS = Family(
     "grey images",
-    models=(
-        {"name": "gn_resnet"},
-        {"name": "gn_resnet", "stem": 16, "widths": [24, 48]},
-        {"name": "gn_resnet", "stem": 12, "widths": [16, 36]},
-        {"name": "gn_resnet", "stem": 8, "widths": [12, 24]},
-    ),
+    models=tuple({"name": "glyphs", "features": features} for features in (256, 128, 64, 32, 16)),
+    method=(),
+    server_rate=4.0,
+    rounds=500,
+    views="features are fixed, so each sample is looked at once",
+    enough_signal=20.0,
+    full_signal=60.0,
+    local_rate=1.0,
+    local_steps=1,
+    batch_size=256,
+)
+_NETWORKS = Family(  # where the user gives another model for grey images
+    "grey images, a network of your own",
+    models=({"name": "gn_resnet"},),
     method=({"name": "augment", "shift": 0.07, "rotation": 10.0, "scale": 0.1, "shear": 0.1, "warp": 0.02},),
-    server_rate=1.0,
+    server_rate=4.0,
     rounds=1000,
+    full_signal=20.0,
 )
 _PHOTOGRAPHS = Family(
     "colour images",
@@ -65,16 +78,15 @@ _FEATURES = Family(
     method=(),
     server_rate=0.5,
     rounds=300,
+    views="views are for images; DP-FedAvg otherwise",
 )
 SMALLEST_IMAGE = 16  # a side; what is smaller is treated as plain features
-ENOUGH_SIGNAL = 8.0  # R: the largest model that has it is taken; below it the server steps shorter
 CLIP_NORM = 0.1  # S; only S·η_g matters where all updates are clipped
 SAMPLE_RATES = (0.1, 0.2, 0.5, 1.0)  # p, the smallest that wins ENOUGH_OF_LIMIT of what p = 1 would give
 ENOUGH_OF_LIMIT = 0.9
 LARGEST_COHORT = 1000.0  # p·N, for the sake of time
 FEWEST_ROUNDS = 300  # T, however much work they are
 MOST_WORK = 2_000_000.0  # p·N·T·Q, local steps of all clients: minutes on one GPU
-BATCH_SIZE = 32
 DEFAULT_EPSILON = 2.0  # as in the configuration
 SERVER = {"name": "momentum", "momentum": 0.9, "schedule": "cosine"}
 
@@ -134,7 +146,7 @@ class _Rule:
         self.given = table
         self.shape, self.classes = form or _form(table)
         self.clients = _clients(table)
-        self.family = family(self.shape)
+        self.family = family(self.shape, table.get("model"))
         self.choices: dict[str, Choice] = {}
 
     def recipe(self) -> Recipe:
@@ -161,8 +173,10 @@ class _Rule:
 
     def _local(self) -> None:
         local = {
-            "steps": self.family.local_steps, "batch_size": BATCH_SIZE, "learning_rate": self.family.local_rate,
-        }  # fmt: skip
+            "steps": self.family.local_steps,
+            "batch_size": self.family.batch_size,
+            "learning_rate": self.family.local_rate,
+        }
         words = "few local steps keep clients' updates alike; a batch is all that a client has, up to its size"
         self.steps = int(self._choose("local", local, words).get("steps", self.family.local_steps))
 
@@ -203,10 +217,10 @@ class _Rule:
         """The largest model that leaves enough signal: its size and R."""
         unit = self._ratio(float(self.choices["sample_rate"].value), self.rounds)  # R of one parameter
         sizes = [self._size(model) for model in self.family.models]
-        fits = [index for index, size in enumerate(sizes) if unit / math.sqrt(size) >= ENOUGH_SIGNAL]
+        fits = [index for index, size in enumerate(sizes) if unit / math.sqrt(size) >= self.family.enough_signal]
         index = fits[0] if fits else len(sizes) - 1
         ratio = unit / math.sqrt(sizes[index])
-        bar = f"R = {ratio:.1f}, {'at least' if fits else 'below'} {ENOUGH_SIGNAL:g}"
+        bar = f"R = {ratio:.1f}, {'at least' if fits else 'below'} {self.family.enough_signal:g}"
         reason = f"for {self.family.what}, {sizes[index]:,} parameters; {bar}"
         if index:
             larger = unit / math.sqrt(sizes[index - 1])
@@ -218,17 +232,12 @@ class _Rule:
         return _parameters(build("model", model), self.shape, self.classes)
 
     def _method(self) -> None:
-        words = (
-            "views of a client's own samples cost no privacy"
-            if self.family.method
-            else "views are for images; DP-FedAvg otherwise"
-        )
-        self._choose("method", [dict(part) for part in self.family.method], words)
+        self._choose("method", [dict(part) for part in self.family.method], self.family.views)
 
     def _server(self, ratio: float) -> None:
         """η_g: the step S·η_g is the table's; shorter for more rounds, and where noise would lead it."""
         clip = float(self.choices["clip_norm"].value)
-        held = min(1.0, ratio / ENOUGH_SIGNAL)
+        held = min(1.0, ratio / self.family.full_signal)
         scale = 1.0 if math.isinf(clip) else CLIP_NORM / clip
         rate = float(f"{self.family.server_rate * math.sqrt(self.family.rounds / self.rounds) * scale * held:.3g}")
         words = "momentum averages the noise of rounds, and the schedule ends at rest"
@@ -243,11 +252,14 @@ def _parameters(model: Any, shape: tuple[int, ...], classes: int) -> int:
     return sum(weight.numel() for weight in weights if weight.requires_grad)
 
 
-def family(shape: tuple[int, ...]) -> Family:
-    """What kind of data a sample of this shape is."""
+def family(shape: tuple[int, ...], model: Any = None) -> Family:
+    """What kind of data a sample of this shape is, and what suits it together with a model that is given."""
     if len(shape) != 3 or min(shape[1:]) < SMALLEST_IMAGE:
         return _FEATURES
-    return _CHARACTERS if shape[0] == 1 else _PHOTOGRAPHS
+    if shape[0] > 1:
+        return _PHOTOGRAPHS
+    fixed = model is None or (isinstance(model, Mapping) and "name" not in model)
+    return _CHARACTERS if fixed or build("model", model).part_name == "glyphs" else _NETWORKS
 
 
 def _form(table: Mapping[str, Any]) -> Form:

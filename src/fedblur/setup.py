@@ -28,6 +28,7 @@ from fedblur.fitting import check_fit
 from fedblur.functional import Layout, ModuleFunction, as_function, check_model, initial_vector
 from fedblur.ledger import Budget, ForeignLedger, Ledger
 from fedblur.models import make_model
+from fedblur.models.fronted import computed_ahead
 from fedblur.rng import Rng, make_rng
 from fedblur.round import Protocol
 from fedblur.runfolder import RunFolder
@@ -118,10 +119,12 @@ def prepare(
     check_model(module, shape, classes)
     layout, initial = Layout.of(module), initial_vector(module)
     module, half = module.to(device).train(), machine.half(device)
+    trained, data = computed_ahead(module, data, config.method, device)
+    shape = data.train.shape
     plan = plan_for(config, data.train.clients + canaries, layout.total)
     if config.clipping is not None:
         config.clipping.vector_multiplier(plan.noise_multiplier, plan.expected_cohort)  # refuses before a round
-    forward = as_function(module, half)
+    forward = as_function(trained, half)
     if named and all(tensor.requires_grad for tensor in module.parameters()):  # frozen ones differ with the seed
         forward = _forward(config.model, shape, classes, half, device)
     keeper = ForeignLedger if processes.rank else Ledger
@@ -129,13 +132,13 @@ def prepare(
         forward, layout, layout.unflatten(initial.to(device)), config.local, config.method, config.clip_norm,
         Message(config.bounding),
     )  # fmt: skip
-    work = Work(job, module, shape, classes, plan.expected_cohort, config.rounds)
+    work = Work(job, trained, shape, classes, plan.expected_cohort, config.rounds)
     choice = _choice(work, machine, device, processes)
     steps = config.rounds * config.local.steps
     protocol = Protocol(
         plan=plan,
         engine=processes.engine
-        or choose_engine(data.train, module, layout.total, device, choice.kind, steps, plan.expected_cohort),
+        or choose_engine(data.train, trained, layout.total, device, choice.kind, steps, plan.expected_cohort),
         mechanism=mechanism_for(config, plan.sampler, layout.total),
         server=config.server,
         averaging=config.averaging,

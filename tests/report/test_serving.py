@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
 import re
 import signal
@@ -106,7 +107,10 @@ def test_watch__a_port_that_is_taken_is_named(server: LiveServer, tmp_path: Path
 
 def test_watch__ends_cleanly_when_it_is_interrupted(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fedblur", "watch", str(tmp_path / "run"), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs are born deaf
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heard
+    ) as process:
         assert process.stdout is not None
         assert re.search(r"at http://127.0.0.1:\d+/", process.stdout.readline())
         process.send_signal(signal.SIGINT)

@@ -3,10 +3,11 @@
 from fedblur.models.base import Model, make_model
 from fedblur.models.char_mlp import CharMlp
 from fedblur.models.cnn import Cnn
+from fedblur.models.glyphs import Glyphs
 from fedblur.models.gn_cnn import GnCnn
 from fedblur.models.gn_resnet import GnResNet
 from fedblur.models.logistic import Logistic
 from fedblur.models.mlp import Mlp
 from fedblur.models.resnet18 import ResNet18
 
-__all__ = ["CharMlp", "Cnn", "GnCnn", "GnResNet", "Logistic", "Mlp", "Model", "ResNet18", "make_model"]
+__all__ = ["CharMlp", "Cnn", "Glyphs", "GnCnn", "GnResNet", "Logistic", "Mlp", "Model", "ResNet18", "make_model"]
