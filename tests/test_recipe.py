@@ -59,7 +59,7 @@ def test_recipe__takes_the_largest_model_with_enough_signal() -> None:
     assert small.signal_to_noise >= recipe._CHARACTERS.enough_signal
     sizes = [choose(table(dataset="emnist", epsilon=e)).parameters for e in (0.25, 0.5, 1.0, 2.0, 4.0, math.inf)]
     assert sizes == sorted(sizes)
-    assert sizes[0] == 1_054
+    assert sizes[0] == 4_030
     assert sizes[-1] == 15_934
     sizes = [choose(table(dataset="cifar10", epsilon=e)).parameters for e in (2.0, 8.0, math.inf)]
     assert sizes == sorted(sizes)

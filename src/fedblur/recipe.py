@@ -41,7 +41,7 @@ class Family:
 
 _CHARACTERS = Family(
     "grey images",
-    models=tuple({"name": "glyphs", "features": features} for features in (256, 128, 64, 32, 16)),
+    models=tuple({"name": "glyphs", "features": features} for features in (256, 128, 64)),
     method=(),
     server_rate=4.0,
     rounds=500,
