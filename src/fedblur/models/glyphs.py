@@ -62,7 +62,7 @@ class GlyphFeatures(nn.Module):
         stored = {name: torch.from_numpy(value).float() for name, value in _stored().items()}
         mean, basis = stored.pop("mean"), stored.pop("basis")
         self.body = glyph_network()
-        self.body.load_state_dict(stored)
+        self.body.load_state_dict(stored, assign=True)  # also where a model is only sized, without memory
         self.mean = nn.Parameter(mean, requires_grad=False)
         self.basis = nn.Parameter(basis[:, :features].contiguous(), requires_grad=False)
 
