@@ -6,6 +6,7 @@ FEDBLUR_SCREENSHOTS=DIR keeps the pictures.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -179,7 +180,8 @@ def test_browser__the_page_s_own_policy_lets_nothing_in(browser: Any, reports: d
 @pytest.fixture
 def watched(tmp_path: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "fedblur", "watch", str(tmp_path / "run"), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs are born deaf
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heard) as process:
         assert process.stdout is not None
         found = re.search(r"http://[\d.:]+/", process.stdout.readline())
         assert found is not None

@@ -39,7 +39,8 @@ DatasetOption = Annotated[
 ModelOption = Annotated[
     str | None,
     typer.Option(
-        help="char_mlp (text), cnn, gn_cnn, gn_resnet, logistic, mlp, resnet18.", autocompletion=complete("model")
+        help="char_mlp (text), cnn, glyphs, gn_cnn, gn_resnet, logistic, mlp, resnet18.",
+        autocompletion=complete("model"),
     ),
 ]
 DataDir = Annotated[Path | None, typer.Option(help="Folder with data sets in the hub's layout.", envvar="FEDBLUR_DATA")]
