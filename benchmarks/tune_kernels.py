@@ -86,10 +86,7 @@ def attempt(trial: Trial, measure: Callable[[Callable[[], Any]], float]) -> floa
     _, kind, module, _, tiles, programs, run = trial
     own = getattr(module, f"{kind}_tiles")
     setattr(module, f"{kind}_tiles", lambda g: tiles)
-    weight.PROGRAMS = pool.PROGRAMS = programs % 100000
-    taps = weight.taps_at_once
-    if programs >= 100000:
-        weight.taps_at_once = lambda g: programs // 100000
+    weight.PROGRAMS = pool.PROGRAMS = programs
     try:
         return measure(run)
     except Exception:  # a tile that does not fit the chip
@@ -97,7 +94,6 @@ def attempt(trial: Trial, measure: Callable[[Callable[[], Any]], float]) -> floa
     finally:
         setattr(module, f"{kind}_tiles", own)
         weight.PROGRAMS = pool.PROGRAMS = PROGRAMS
-        weight.taps_at_once = taps
 
 
 def once(run: Callable[[], Any]) -> float:

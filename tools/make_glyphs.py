@@ -5,7 +5,8 @@
 A glyph is one to four pen strokes (lines, curves, loops; most start where another ends) with random control points: a
 made-up character. Each time it is drawn, its points move a little, it is turned, slanted and stretched, and the pen's
 width changes; then it is brought to a common size, as scans of writing are. The network learns which of the made-up
-characters it sees. Nothing here is anybody's data: there is no input but a seed.
+characters it sees. No image goes in: the only input is a seed. The pen's width and the margins were set by hand, with a
+look at two numbers of EMNIST (the mean brightness and the share of light pixels) and at two dozen of its images.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ For one client it is torch's own convolution, for a block of clients one custom 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,25 @@ Pair = tuple[int, int]
 Spec = tuple[Pair, Pair, Pair]  # stride, padding, dilation
 
 
+class Conv2d(NamedTuple):
+    """The arguments of `F.conv2d`."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    stride: Any = 1
+    padding: Any = 0
+    dilation: Any = 1
+    groups: int = 1
+
+    def plainly(self) -> Tensor:
+        """By torch's own convolution."""
+        return F.conv2d(*self)
+
+
 def resolve(weight: Tensor, stride: Any, padding: Any, dilation: Any) -> Spec | None:
     """Numbers for "same" and "valid"; None for a "same" that pads unevenly."""
-    steps, spread = _pair(stride), _pair(dilation)
+    steps, spread = pair(stride), pair(dilation)
     if padding == "valid":
         padding = 0
     if padding == "same":
@@ -29,10 +45,10 @@ def resolve(weight: Tensor, stride: Any, padding: Any, dilation: Any) -> Spec | 
         if any(t % 2 for t in total):
             return None
         padding = (total[0] // 2, total[1] // 2)
-    return steps, _pair(padding), spread
+    return steps, pair(padding), spread
 
 
-def _pair(value: Any) -> Pair:
+def pair(value: Any) -> Pair:
     if isinstance(value, int):
         return value, value
     first, second = value if len(value) == 2 else (value[0], value[0])

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fedblur.kernels import fusion
-from fedblur.kernels.convolution import resolve
+from fedblur.kernels.convolution import Conv2d, resolve
 
 _POOLS = {F.max_pool2d, torch.max_pool2d}
 _RELUS = {F.relu, torch.relu, Tensor.relu}
@@ -30,7 +30,7 @@ class PerClientLayers(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in (F.conv2d, torch.conv2d):
-            return _conv2d(*args, **kwargs)
+            return _conv2d(Conv2d(*args, **kwargs))
         fused = None
         if func in _POOLS:
             fused = fusion.max_pool(*args, **kwargs)
@@ -39,18 +39,8 @@ class PerClientLayers(TorchFunctionMode):
         return func(*args, **kwargs) if fused is None else fused
 
 
-def _conv2d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Tensor:
-    if groups != 1 or input.dim() != 4:
-        return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
-    spec = resolve(weight, stride, padding, dilation)
-    if spec is None:
-        return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
-    return fusion.convolution(input, weight, bias, spec)
+def _conv2d(call: Conv2d) -> Tensor:
+    spec = resolve(call.weight, call.stride, call.padding, call.dilation)
+    if call.groups != 1 or call.input.dim() != 4 or spec is None:
+        return call.plainly()
+    return fusion.convolution(call.input, call.weight, call.bias, spec)

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from fedblur.kernels.convolution import Conv2d, Pair, pair
+
 _aten = torch.ops.aten
 _CONVOLUTIONS = {F.conv2d, torch.conv2d}
 _LARGE = 2**16  # weights of a dense layer; smaller ones take no time that could be saved
@@ -29,24 +31,22 @@ class SingleClientLayers(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _CONVOLUTIONS:
-            return _convolution(*args, **kwargs)
+            return _convolution(Conv2d(*args, **kwargs))
         if func is F.linear:
             return _dense(*args, **kwargs)
         return func(*args, **kwargs)
 
 
-def _convolution(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Tensor:
-    if bias is None or input.dim() != 4 or isinstance(padding, str) or not _plain(input, weight, bias):
-        return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
-    output: Tensor = _Convolution.apply(input, weight, bias, *map(_pair, (stride, padding, dilation)), groups)
+def _convolution(call: Conv2d) -> Tensor:
+    if (
+        call.bias is None
+        or call.input.dim() != 4
+        or isinstance(call.padding, str)
+        or not _plain(call.input, call.weight, call.bias)
+    ):
+        return call.plainly()
+    spec = map(pair, (call.stride, call.padding, call.dilation))
+    output: Tensor = _Convolution.apply(*call[:3], *spec, call.groups)
     return output
 
 
@@ -55,10 +55,6 @@ def _dense(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(input, weight, bias)
     output: Tensor = _Dense.apply(input, weight, bias)
     return output
-
-
-def _pair(value: Any) -> list[int]:
-    return [value, value] if isinstance(value, int) else list(value)
 
 
 def _plain(*tensors: Tensor) -> bool:
@@ -72,8 +68,8 @@ def _has_onednn() -> bool:
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor, stride: list[int], padding: list[int],
-        dilation: list[int], groups: int,
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor, stride: Pair, padding: Pair, dilation: Pair,
+        groups: int,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(input, weight)
         ctx.how = stride, padding, dilation, groups

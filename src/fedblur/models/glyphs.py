@@ -1,9 +1,10 @@
-"""A linear model on features of a fixed network that has learned to tell drawn glyphs apart: no one's data.
+"""A linear model on features of a fixed network that has learned to tell drawn glyphs apart.
 
 The network was trained by `tools/make_glyphs.py` to recognise thousands of made-up characters, each a few random pen
-strokes, under changes of slant, width and shape. No image that anybody wrote or took was used, so it costs no privacy,
-and only the head is trained: 8 thousand parameters on 62 classes instead of a million, and noise grows with √d. The
-features are the principal components of the network's output on such glyphs, scaled alike.
+strokes, under changes of slant, width and shape. No image that anybody wrote or took went in (the pen's width was set
+by hand to that of a public benchmark, EMNIST), so it costs no privacy. Only the head is trained: 8 thousand parameters
+on 62 classes instead of a million, and noise grows with √d. The features are the principal components of the network's
+output on such glyphs, scaled alike.
 
 For dark or light writing on a plain ground: images of one channel, which are brought to 28x28.
 """
