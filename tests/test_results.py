@@ -130,6 +130,7 @@ def test_dry_run__lists_noise_and_time_and_runs_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "kept").exists()
     _run(path, "--only", "seed=1")
     assert "4 cells, 1 of them done" in _run(path, "--dry-run")
+    assert "1 cells, 1 of them done" in _run(path, "--dry-run", "--only", "seed=1")
 
 
 def test_table__several_files_run_in_one_process_and_print_each(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fedblur.data.partition import Natural
@@ -52,7 +52,13 @@ _CHARACTERS = Family(
     local_steps=1,
     batch_size=256,
 )
-_NETWORKS = Family(  # where the user gives another model for grey images
+_PHOTOGRAPHS = replace(
+    _CHARACTERS,
+    what="colour images",
+    models=tuple({"name": "leaves", "channels": channels} for channels in (256, 128, 64)),
+)
+_FIXED = {"glyphs": _CHARACTERS, "leaves": _PHOTOGRAPHS}  # by the model that begins with fixed features
+_GREY_NETWORKS = Family(  # where the user gives another model for grey images
     "grey images, a network of your own",
     models=({"name": "gn_resnet"},),
     method=({"name": "augment", "shift": 0.07, "rotation": 10.0, "scale": 0.1, "shear": 0.1, "warp": 0.02},),
@@ -60,14 +66,9 @@ _NETWORKS = Family(  # where the user gives another model for grey images
     rounds=1000,
     full_signal=20.0,
 )
-_PHOTOGRAPHS = Family(
-    "colour images",
-    models=(
-        {"name": "gn_resnet", "stem": 32, "widths": [48, 72], "kernel": 3},
-        {"name": "gn_resnet", "stem": 24, "widths": [32, 64], "kernel": 3},
-        {"name": "gn_resnet", "stem": 16, "widths": [24, 48], "kernel": 3},
-        {"name": "gn_resnet", "stem": 12, "widths": [16, 36], "kernel": 3},
-    ),
+_COLOUR_NETWORKS = Family(
+    "colour images, a network of your own",
+    models=({"name": "gn_resnet", "stem": 24, "widths": [32, 64], "kernel": 3},),
     method=({"name": "augment", "shift": 0.1, "flip": True},),
     server_rate=1.5,
     rounds=1000,
@@ -256,10 +257,10 @@ def family(shape: tuple[int, ...], model: Any = None) -> Family:
     """What kind of data a sample of this shape is, and what suits it together with a model that is given."""
     if len(shape) != 3 or min(shape[1:]) < SMALLEST_IMAGE:
         return _FEATURES
-    if shape[0] > 1:
-        return _PHOTOGRAPHS
-    fixed = model is None or (isinstance(model, Mapping) and "name" not in model)
-    return _CHARACTERS if fixed or build("model", model).part_name == "glyphs" else _NETWORKS
+    own = None if model is None or (isinstance(model, Mapping) and "name" not in model) else build("model", model)
+    if own is None:
+        return _CHARACTERS if shape[0] == 1 else _PHOTOGRAPHS
+    return _FIXED.get(own.part_name) or (_GREY_NETWORKS if shape[0] == 1 else _COLOUR_NETWORKS)
 
 
 def _form(table: Mapping[str, Any]) -> Form:

@@ -15,7 +15,7 @@ import functools
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,11 @@ class Spec:
     expected: dict[str, float]
     results: Path | None = None  # a folder that the file names
     tuning: str = ""  # how the settings were chosen: for the privacy statements
+
+    def only(self, patterns: Iterable[str]) -> Spec:
+        """The table of the cells that fit these patterns."""
+        wanted = list(patterns)
+        return replace(self, cells=tuple(cell for cell in self.cells if cell.fits(wanted)))
 
 
 def read_spec(path: Path, overrides: Iterable[str] = ()) -> Spec:

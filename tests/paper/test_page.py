@@ -44,7 +44,10 @@ def test_page__can_be_made_before_the_first_result(tmp_path: Path) -> None:
     assert "No cell has been measured yet" in page.text
     assert "PROVISIONAL: 0 of 40" in page.text
     assert not (folder / "figures").exists()
-    assert "DP-FedAvg, momentum 0.9, S = 0.03 | ε = 2, 8; server step = 0.5, 1, 2, 4, 8, 16; seed = 0 (12 cells)" in page.text
+    assert (
+        "DP-FedAvg, momentum 0.9, S = 0.03 | ε = 2, 8; server step = 0.5, 1, 2, 4, 8, 16; seed = 0 (12 cells)"
+        in page.text
+    )
 
 
 def test_page__of_all_results_has_every_verdict_and_figure(tmp_path: Path) -> None:

@@ -67,7 +67,8 @@ def table(
     folder = out or _default_out(paths, specs)
     store = _store(specs, results, folder)
     if dry_run:
-        _show_forecasts([forecast(spec, store, "cuda" if device == "auto" else device) for spec in specs], json_)
+        place = "cuda" if device == "auto" else device
+        _show_forecasts([forecast(spec.only(only or ()), store, place) for spec in specs], json_)
         return
     waiting = pending(specs, store.found, only or ())
     cells = [cell for spec in specs for cell in spec.cells]

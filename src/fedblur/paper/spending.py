@@ -24,13 +24,16 @@ def spent(document: Document) -> str:
     results = document.own_results()
     if not results:
         return "No cell has been measured yet, so no GPU minute has been spent."
-    machines = listed(sorted({str(result["hardware"]) for result in results}))
+    on_gpu = [result for result in results if _on_gpu(result)]
+    machines = listed(sorted({str(result["hardware"]) for result in on_gpu}))
     dates = sorted({str(result["date"]) for result in results})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     total = len({cell.key for spec in document.specs.values() for cell in spec.cells})
+    others = len(results) - len(on_gpu)
     return (
         f"{minutes(spent_seconds(document))} GPU minutes so far (rounds with their evaluations and compilation), for "
-        f"{len(results)} of {total} cells, on {machines}, {when}."
+        f"{len(on_gpu)}{f' on {machines}' if machines else ''}{f' and {others} on CPUs' if others else ''} of {total} "
+        f"cells, {when}."
     )
 
 
