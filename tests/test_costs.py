@@ -25,7 +25,7 @@ def _result(config: Config, seconds: float, machine: str = "vectorised on cuda, 
 
 
 def test_estimate__of_the_measured_round_is_the_measurement() -> None:
-    assert estimate(from_dict(EMNIST), 3400, "cuda") == pytest.approx(76.6 + 4, rel=0.1)  # 76.6 ms a round + start
+    assert estimate(from_dict(EMNIST), 3400, "cuda") == pytest.approx(60.6 + 4, rel=0.1)  # 60.6 ms a round + start
 
 
 def test_estimate__is_unknown_where_nobody_measured() -> None:

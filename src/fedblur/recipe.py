@@ -56,6 +56,7 @@ _PHOTOGRAPHS = replace(
     _CHARACTERS,
     what="colour images",
     models=tuple({"name": "leaves", "channels": channels} for channels in (256, 128, 64)),
+    enough_signal=8.0,
 )
 _FIXED = {"glyphs": _CHARACTERS, "leaves": _PHOTOGRAPHS}  # by the model that begins with fixed features
 _GREY_NETWORKS = Family(  # where the user gives another model for grey images
@@ -77,7 +78,7 @@ _FEATURES = Family(
     "plain features",
     models=({"name": "mlp", "hidden": [64]}, {"name": "mlp", "hidden": [32]}, {"name": "logistic"}),
     method=(),
-    server_rate=0.5,
+    server_rate=1.0,
     rounds=300,
     views="views are for images; DP-FedAvg otherwise",
 )

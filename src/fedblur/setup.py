@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -104,8 +105,10 @@ def prepare(
     module: nn.Module | None = None,
     processes: Processes | None = None,
     canaries: int = 0,
+    tell: Callable[[str], None] | None = None,
 ) -> Setup:
-    """Check and build everything. `federation` and `module` replace what the configuration names.
+    """Check and build everything. `federation` and `module` replace what the configuration names; `tell` hears of work
+    that takes long.
 
     `canaries`: clients that an audit adds to the population; they count like any other.
     """
@@ -119,7 +122,7 @@ def prepare(
     check_model(module, shape, classes)
     layout, initial = Layout.of(module), initial_vector(module)
     module, half = module.to(device).train(), machine.half(device)
-    trained, data = computed_ahead(module, data, config.method, device)
+    trained, data = computed_ahead(module, data, config.method, device, tell)
     shape = data.train.shape
     plan = plan_for(config, data.train.clients + canaries, layout.total)
     if config.clipping is not None:

@@ -110,7 +110,7 @@ def _begin(
         return run_election(config, folder, resolved, machine, federation, module, watch, new=True)
     try:
         _greet(processes, folder, resolved)
-        setup = prepare(config, folder.ledger, machine, federation, module, processes)
+        setup = prepare(config, folder.ledger, machine, federation, module, processes, tell=tell)
         folder.record_engine(setup.choice.kind, setup.initial.device.type, setup.machine)
     except BaseException:
         folder.abandon()  # nothing was released: leave no half-made run behind
@@ -174,7 +174,7 @@ def _go_on(
 
         return run_election(config, folder, resolved, machine, federation, module, watch, new=False)
     _greet(processes, folder, resolved)
-    setup = prepare(config, folder.ledger, machine.as_recorded(folder), federation, module, processes)
+    setup = prepare(config, folder.ledger, machine.as_recorded(folder), federation, module, processes, tell=tell)
     device = setup.initial.device
     tensors = {name: tensor.to(device) for name, tensor in checkpoint.tensors.items()}
     if tensors["theta"].shape != setup.initial.shape:

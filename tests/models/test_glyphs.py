@@ -12,7 +12,7 @@ import fedblur
 from fedblur import federation_from_arrays
 from fedblur.errors import ConfigError, ModelError
 from fedblur.functional import Layout, initial_vector
-from fedblur.models import Glyphs, make_model
+from fedblur.models import Glyphs, fronted, make_model
 from fedblur.models.fronted import Fronted, computed_ahead
 from fedblur.models.glyphs import WEIGHTS
 from fedblur.registry import build
@@ -51,6 +51,14 @@ def test_glyphs__features_computed_ahead_give_the_same_logits() -> None:
     torch.testing.assert_close(rest(mapped.test.x), module(data.test.x.float() / 255))
     assert computed_ahead(make_model(Glyphs(features=32), (1, 28, 28), 2, seed=1), data, (), CPU)[1] is mapped
     assert computed_ahead(make_model(Glyphs(features=16), (1, 28, 28), 2, seed=1), data, (), CPU)[1] is not mapped
+
+
+def test_glyphs__long_work_ahead_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fronted, "_SILENT", 0.0)
+    monkeypatch.setattr(fronted, "_AT_ONCE", 150)
+    said: list[str] = []
+    computed_ahead(make_model(Glyphs(features=4), (1, 28, 28), 2, seed=0), world(), (), CPU, said.append)
+    assert said == ["features, once: 50 % of 300 samples", "features, once: 80 % of 300 samples"]
 
 
 def test_glyphs__a_method_that_alters_samples_sees_images() -> None:

@@ -6,16 +6,18 @@ computed once before the first round, each client's from its own samples, instea
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from fedblur.data.population import Federation, Packed, Samples, as_input
+from fedblur.data.population import Federation, Packed, as_input
 from fedblur.methods import Method
 
 _AT_ONCE = 1024  # samples
+_SILENT = 10.0  # seconds between two lines about progress
 
 
 class Fronted(nn.Module):
@@ -33,40 +35,64 @@ class Fronted(nn.Module):
 
 
 def computed_ahead(
-    module: nn.Module, data: Federation, methods: Iterable[Method], device: torch.device
+    module: nn.Module,
+    data: Federation,
+    methods: Iterable[Method],
+    device: torch.device,
+    tell: Callable[[str], None] | None = None,
 ) -> tuple[nn.Module, Federation]:
-    """The module and the data to train with: features in place of samples where that gives the same logits."""
+    """The module and the data to train with: features in place of samples where that gives the same logits.
+
+    `tell` hears how far it is where it takes long.
+    """
     if not isinstance(module, Fronted) or not isinstance(data.train, Packed) or any(map(_alters_samples, methods)):
         return module, data
-    return Fronted(nn.Identity(), module.rest, "features"), _with_features(module, data, device)
+    return Fronted(nn.Identity(), module.rest, "features"), _with_features(module, data, device, tell)
 
 
 _last: list[tuple[Federation, str, Federation]] = []  # cells of a table share their data
 
 
-def _with_features(module: Fronted, data: Federation, device: torch.device) -> Federation:
+def _with_features(
+    module: Fronted, data: Federation, device: torch.device, tell: Callable[[str], None] | None
+) -> Federation:
     for known, key, done in _last:
         if known is data and key == module.key:
             return done
     assert isinstance(data.train, Packed)
+    parts = [data.train.x, data.test.x, *([] if data.validation is None else [data.validation.x])]
+    progress = _Progress(sum(map(len, parts)), tell)
     front = module.front.to(device)
-    train = replace(data.train, x=_features(front, data.train.x, device))
-    validation = None if data.validation is None else _of_samples(front, data.validation, device)
-    done = replace(data, train=train, validation=validation, test=_of_samples(front, data.test, device))
+    train, test, *validation = (_features(front, x, device, progress) for x in parts)
+    done = replace(data, train=replace(data.train, x=train), test=replace(data.test, x=test))
+    if data.validation is not None:
+        done = replace(done, validation=replace(data.validation, x=validation[0]))
     _last[:] = [(data, module.key, done)]
     return done
+
+
+class _Progress:
+    """A line every ten seconds."""
+
+    def __init__(self, samples: int, tell: Callable[[str], None] | None) -> None:
+        self.samples, self.tell, self.done, self.said = samples, tell, 0, time.monotonic()
+
+    def add(self, count: int) -> None:
+        self.done += count
+        if self.tell is not None and time.monotonic() - self.said > _SILENT and self.done < self.samples:
+            self.tell(f"features, once: {100 * self.done // self.samples} % of {self.samples:,} samples")
+            self.said = time.monotonic()
 
 
 def _alters_samples(method: Method) -> bool:
     return method.views > 1 or type(method).view is not Method.view
 
 
-def _of_samples(front: nn.Module, samples: Samples, device: torch.device) -> Samples:
-    return replace(samples, x=_features(front, samples.x, device))
-
-
 @torch.no_grad()
-def _features(front: nn.Module, x: Tensor, device: torch.device) -> Tensor:
+def _features(front: nn.Module, x: Tensor, device: torch.device, progress: _Progress) -> Tensor:
     """Of all samples, where the samples lay."""
-    parts = [front(as_input(part.to(device))).to(x.device) for part in torch.split(x, _AT_ONCE)]
+    parts = []
+    for part in torch.split(x, _AT_ONCE):
+        parts.append(front(as_input(part.to(device))).to(x.device))
+        progress.add(len(part))
     return torch.cat(parts)

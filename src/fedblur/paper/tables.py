@@ -14,6 +14,7 @@ from fedblur.spec import Cell
 from fedblur.summary import SEEDED
 from fedblur.voting.summary import TRUST as VOTING_TRUST
 
+_WIDE = 8  # more methods than this are listed one below the other
 NOTHING = "No cell of this table has been measured yet."
 
 
@@ -77,17 +78,16 @@ def _pivot(document: Document, name: str, rows: Sequence[Group]) -> str:
     ratios = _ratios(document, name)
     if not axes:  # nothing but methods to compare: one below the other
         return _list(document, name, rows, ratios)
-    lines = []
-    for point in points:
-        here = [by_place.get((point, label)) for label in labels]
-        ratio = next((ratios[row.cells[0].group] for row in here if row and row.cells[0].group in ratios), None)
-        lines.append(
-            [
-                *("–" if value is None else number(value) for _, value in point),
-                "–" if ratio is None else f"{ratio:.2f}",
-                *("" if row is None else _entry(document, name, row) for row in here),
-            ]
-        )
+    here = [[by_place.get((point, label)) for label in labels] for point in points]
+    entries = [["" if row is None else _entry(document, name, row) for row in line] for line in here]
+    groups = [[row.cells[0].group for row in line if row is not None] for line in here]
+    signal = [next((f"{ratios[group]:.2f}" for group in line if group in ratios), "–") for line in groups]
+    values = [["–" if value is None else number(value) for _, value in point] for point in points]
+    if len(axes) == 1 and len(labels) > _WIDE:
+        heads = [f"{symbol(axes[0])} = {value}" for (value,) in values]
+        columns = [[label, *column] for label, *column in zip(labels, *entries, strict=True)]
+        return grid(["", *heads], [["R of the first row", *signal], *columns])
+    lines = [[*place, ratio, *line] for place, ratio, line in zip(values, signal, entries, strict=True)]
     return grid([*map(symbol, axes), "R", *labels], lines)
 
 
