@@ -6,10 +6,14 @@ computed once before the first round, each client's from its own samples, instea
 
 from __future__ import annotations
 
+import functools
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -32,6 +36,25 @@ class Fronted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.rest(self.front(x))
         return logits
+
+
+def with_head(front: nn.Module, features: int, classes: int, key: str) -> Fronted:
+    """A linear model on a front's features. It starts at zero, as `logistic` does: the loss is convex."""
+    head = nn.Linear(features, classes)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return Fronted(front, nn.Sequential(OrderedDict(head=head)), key)
+
+
+def stored(path: Path) -> dict[str, Tensor]:
+    """The constants of a front, from an .npz of half precision; each caller's are its own."""
+    return {name: torch.from_numpy(value).float() for name, value in _arrays(path).items()}
+
+
+@functools.cache
+def _arrays(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path) as file:
+        return {name: file[name] for name in file.files}
 
 
 def computed_ahead(

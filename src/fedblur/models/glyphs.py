@@ -11,19 +11,17 @@ For dark or light writing on a plain ground: images of one channel, which are br
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedblur.errors import ConfigError, ModelError
 from fedblur.models.base import image_shape, require_side
-from fedblur.models.fronted import Fronted
+from fedblur.models.fronted import stored, with_head
 from fedblur.models.gn_resnet import Residual
 from fedblur.models.norms import average_to, conv
 from fedblur.registry import register
@@ -49,10 +47,7 @@ class Glyphs:
         require_side("glyphs", shape, 8)
         if channels != 1:
             raise ModelError(f'shape={tuple(shape)} does not fit model "glyphs", which reads one channel of writing')
-        head = nn.Linear(self.features, classes)
-        nn.init.zeros_(head.weight)  # as in `logistic`: the loss is convex
-        nn.init.zeros_(head.bias)
-        return Fronted(GlyphFeatures(self.features), nn.Sequential(OrderedDict(head=head)), f"glyphs {self.features}")
+        return with_head(GlyphFeatures(self.features), self.features, classes, f"glyphs {self.features}")
 
 
 class GlyphFeatures(nn.Module):
@@ -60,10 +55,10 @@ class GlyphFeatures(nn.Module):
 
     def __init__(self, features: int) -> None:
         super().__init__()
-        stored = {name: torch.from_numpy(value).float() for name, value in _stored().items()}
-        mean, basis = stored.pop("mean"), stored.pop("basis")
+        constants = stored(WEIGHTS)
+        mean, basis = constants.pop("mean"), constants.pop("basis")
         self.body = glyph_network()
-        self.body.load_state_dict(stored, assign=True)  # also where a model is only sized, without memory
+        self.body.load_state_dict(constants, assign=True)  # also where a model is only sized, without memory
         self.mean = nn.Parameter(mean, requires_grad=False)
         self.basis = nn.Parameter(basis[:, :features].contiguous(), requires_grad=False)
 
@@ -91,9 +86,3 @@ def _as_drawn(x: Tensor) -> Tensor:
         x = F.interpolate(x, (SIDE, SIDE), mode="bilinear", antialias=True)
     edge = (x[..., 0, :] + x[..., -1, :] + x[..., :, 0] + x[..., :, -1]).mean(-1, keepdim=True)[..., None] / 4
     return torch.where(edge > 0.5, 1 - x, x)
-
-
-@functools.cache
-def _stored() -> dict[str, np.ndarray]:
-    with np.load(WEIGHTS) as file:
-        return {name: file[name] for name in file.files}

@@ -11,19 +11,16 @@ For photographs: images of three channels, or of one, which are brought to 32x32
 
 from __future__ import annotations
 
-import functools
-from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedblur.errors import ConfigError, ModelError
 from fedblur.models.base import image_shape, require_side
-from fedblur.models.fronted import Fronted
+from fedblur.models.fronted import stored, with_head
 from fedblur.models.norms import average_to
 from fedblur.registry import register
 
@@ -53,10 +50,7 @@ class Leaves:
         require_side("leaves", shape, 8)
         if channels not in (1, 3):
             raise ModelError(f'shape={tuple(shape)} does not fit model "leaves", which reads one or three channels')
-        head = nn.Linear(self.channels * CELLS**2, classes)
-        nn.init.zeros_(head.weight)  # as in `logistic`: the loss is convex
-        nn.init.zeros_(head.bias)
-        return Fronted(LeafFeatures(self.channels), nn.Sequential(OrderedDict(head=head)), f"leaves {self.channels}")
+        return with_head(LeafFeatures(self.channels), self.channels * CELLS**2, classes, f"leaves {self.channels}")
 
 
 class LeafFeatures(nn.Module):
@@ -64,10 +58,10 @@ class LeafFeatures(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        stored = {name: torch.from_numpy(value).float() for name, value in _stored().items()}
-        self.responses = Responses(stored["filters"], stored["bias"])
-        self.mean = nn.Parameter(stored["mean"], requires_grad=False)
-        self.basis = nn.Parameter(stored["basis"][:, :channels].contiguous(), requires_grad=False)
+        constants = stored(WEIGHTS)
+        self.responses = Responses(constants["filters"], constants["bias"])
+        self.mean = nn.Parameter(constants["mean"], requires_grad=False)
+        self.basis = nn.Parameter(constants["basis"][:, :channels].contiguous(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = _as_seen(x)
@@ -112,9 +106,3 @@ def _as_seen(x: Tensor) -> Tensor:
     if x.shape[-2:] != (SIDE, SIDE):
         x = F.interpolate(x, (SIDE, SIDE), mode="bilinear", antialias=True)
     return x.expand(-1, 3, -1, -1)
-
-
-@functools.cache
-def _stored() -> dict[str, np.ndarray]:
-    with np.load(WEIGHTS) as file:
-        return {name: file[name] for name in file.files}
