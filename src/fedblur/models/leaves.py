@@ -30,14 +30,13 @@ FILTERS = 400  # each with its mirror image
 THRESHOLD = 0.25  # of a response, after whitening
 FAINT = 10 / 255**2  # added to a patch's variance: where an image is flat, noise is not made into contrast
 MOST = 256  # channels that are stored
-_AT_ONCE = {"cpu": 1}  # images; one fills a core's cache
-_ON_A_GPU = 64
+_AT_ONCE = 64  # images on a GPU; on a CPU one fills a core's cache
 
 
 @register("model", "leaves")
 @dataclass(frozen=True)
 class Leaves:
-    """Photographs; a linear model on patches that is more accurate under noise than a network trained whole."""
+    """Photographs; the fewest trained parameters for what it can tell apart."""
 
     channels: int = MOST
 
@@ -65,7 +64,7 @@ class LeafFeatures(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = _as_seen(x)
-        parts = torch.split(x, _AT_ONCE.get(x.device.type, _ON_A_GPU))
+        parts = torch.split(x, 1 if x.device.type == "cpu" else _AT_ONCE)
         pooled = torch.cat([self.responses(part) for part in parts])  # [batch, channels, cells]
         features: Tensor = ((pooled.transpose(1, 2) - self.mean) @ self.basis).flatten(1)
         return features
