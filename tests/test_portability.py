@@ -23,7 +23,7 @@ GUARDED = {
     ("chain.py", "fcntl"): "try: import; Windows does without the lock, and a broken chain is refused",
     ("memory.py", "CDLL"): "sys.platform",
     ("timing.py", "/proc/cpuinfo"): "suppressed where it is not there",
-    ("workers.py", "sched_getaffinity"): "hasattr, else os.cpu_count",
+    ("threads.py", "sched_getaffinity"): "hasattr, else os.cpu_count",
 }
 
 
@@ -88,7 +88,7 @@ os.open = no_folders
 import fedblur
 import fedblur.engines.memory, fedblur.engines.workers, fedblur.chain
 assert fedblur.chain.fcntl is None
-assert fedblur.engines.workers.usable_cores() >= 1
+assert fedblur.threads.usable_cores() >= 1
 class elsewhere:
     platform = "win32"
 fedblur.engines.memory.sys = elsewhere

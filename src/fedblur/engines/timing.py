@@ -26,9 +26,9 @@ from fedblur.data.cache import cache_folder
 from fedblur.data.population import Packed
 from fedblur.engines.choice import KINDS, Choice, Kind, choose_engine, rule
 from fedblur.engines.local import suitable_threads
-from fedblur.engines.workers import usable_cores
 from fedblur.errors import FedBlurError
 from fedblur.rng import Seeded
+from fedblur.threads import usable_cores
 
 _FORMAT = 2  # part of the key: engines that became faster are timed anew
 _FEWEST = 5_000  # client steps of a run; below, not even one step is timed

@@ -7,11 +7,9 @@ made in the cohort's order: the result is the same, bit for bit, for any number 
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from queue import SimpleQueue
@@ -26,6 +24,7 @@ from fedblur.data.population import Population, Shard
 from fedblur.functional import Forward, ModuleFunction, Params
 from fedblur.kernels.single import SingleClientLayers
 from fedblur.rng import Rng
+from fedblur.threads import single_threads, usable_cores
 
 _PLANNED = 256  # clients whose index plans are made together
 
@@ -59,7 +58,7 @@ class WorkerEngine:
             finally:
                 forwards.put(forward)
 
-        with _single_threads(self.workers) as pool:
+        with single_threads(self.workers) as pool:
             done = _in_order(
                 pool, train, self._works(job, shard, ids, rng), ahead=max(self.block_size, 2 * self.workers)
             )
@@ -83,12 +82,6 @@ def train_client(job: ClientJob, shard: Shard, work: Work) -> Block:
     steps = one_client(LocalProgram(job.forward, job.layout, job.local, job.methods))
     trained = local_update(job, steps, shard, work)
     return clip_block(Trained(trained.update[None], trained.trained_norm[None]), job)
-
-
-def usable_cores() -> int:
-    """Cores that this process may use, as far as torch is allowed to (OMP_NUM_THREADS, set_num_threads)."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, torch.get_num_threads()))
 
 
 def channels_last(tensor: Tensor) -> Tensor:
@@ -134,18 +127,6 @@ def _reads_channels_last(job: ClientJob, shard: Shard) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-@contextmanager
-def _single_threads(workers: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads with one intra-op thread each. The caller's own setting, which torch shares with new threads, is kept."""
-    before = torch.get_num_threads()
-    pool = ThreadPoolExecutor(workers, "fedblur", initializer=torch.set_num_threads, initargs=(1,))
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(before)
 
 
 def _in_order(

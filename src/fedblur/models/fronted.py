@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -19,8 +20,9 @@ from torch import Tensor, nn
 
 from fedblur.data.population import Federation, Packed, as_input
 from fedblur.methods import Method
+from fedblur.threads import single_threads, usable_cores
 
-_AT_ONCE = 1024  # samples
+_AT_ONCE = 256  # samples
 _SILENT = 10.0  # seconds between two lines about progress
 
 
@@ -111,11 +113,16 @@ def _alters_samples(method: Method) -> bool:
     return method.views > 1 or type(method).view is not Method.view
 
 
-@torch.no_grad()
 def _features(front: nn.Module, x: Tensor, device: torch.device, progress: _Progress) -> Tensor:
     """Of all samples, where the samples lay."""
+
+    def of(part: Tensor) -> Tensor:
+        with torch.no_grad():  # which each thread has of its own
+            return cast(Tensor, front(as_input(part.to(device)))).to(x.device)
+
     parts = []
-    for part in torch.split(x, _AT_ONCE):
-        parts.append(front(as_input(part.to(device))).to(x.device))
-        progress.add(len(part))
+    with single_threads(usable_cores() if device.type == "cpu" else 1) as pool:
+        for part in pool.map(of, torch.split(x, _AT_ONCE)):
+            parts.append(part)
+            progress.add(len(part))
     return torch.cat(parts)

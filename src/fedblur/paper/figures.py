@@ -143,6 +143,20 @@ def _lines(axes: Axes, plot: Plot, series: Series) -> None:
     axes.legend()
 
 
+def _draw_dots(figure: Figure, plot: Plot, series: Series) -> None:
+    """One line for each method, a dot for each value of the axis: for tables with many methods."""
+    figure.set_size_inches(9.5, 1.2 + 0.22 * len(series))
+    axes = figure.subplots()
+    values = list(dict.fromkeys(point[0] for points in series.values() for point in points))
+    for index, value in enumerate(sorted(values, key=float)):
+        dots = [(point[1], label) for label, points in series.items() for point in points if point[0] == value]
+        name = f"{symbol(plot['axis'])} = {number(value)}"
+        axes.plot(*zip(*dots, strict=True), "o", color=COLOURS[index % len(COLOURS)], label=name)
+    axes.set(xlabel="accuracy % (test, final round)", title=plot["title"])
+    axes.invert_yaxis()
+    axes.legend(loc="lower left")
+
+
 def _draw_curves(figure: Figure, plot: Plot, series: Series) -> None:
     left, right = figure.subplots(1, 2)
     _lines(left, plot, series)
@@ -188,6 +202,7 @@ def _draw_signal(figure: Figure, plot: Plot, series: Series) -> None:
 
 KINDS: dict[str, tuple[Callable[[Document, Plot], Series], Callable[[Figure, Plot, Series], None]]] = {
     "axis": (_axis_series, _draw_axis),
+    "dots": (_axis_series, _draw_dots),
     "curves": (_axis_series, _draw_curves),
     "norms": (_norm_series, _draw_norms),
     "signal": (_signal_series, _draw_signal),
