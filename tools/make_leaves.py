@@ -6,7 +6,8 @@ An image is a heap of dead leaves: ellipses, boxes and lobed shapes of all sizes
 grain, one on top of the other. Patches of such images have edges, corners and colour contrasts much like those of
 photographs (Lee, Mumford and Huang 2001; Baradad et al. 2021 learn whole networks from them). The filters come from
 them as in Coates and Ng (2012): contrast normalisation, whitening, spherical k-means. No photograph goes in: the only
-input is a seed, and no figure here was set by a look at one.
+input is a seed, and no figure of the drawings was set by a look at one. What is made of the patches was screened on
+images of CIFAR-10's training set (docs/decisions/0062): mirrored pairs, every place, the axes and SMOOTHED.
 """
 
 from __future__ import annotations

@@ -9,8 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 from fedblur.cli import app
+from fedblur.paper.document import read_document
 from fedblur.paper.render import render_page
-from fedblur.spec import Cell
+from fedblur.paper.spending import spent
+from fedblur.results import Results
+from fedblur.spec import Cell, read_spec
 from tests.paper.invented import CHENG, copy_of, invent
 
 PAPER_TEXT = CHENG.parents[1] / "../shared/paper"
@@ -64,6 +67,30 @@ def test_page__of_all_results_has_every_verdict_and_figure(tmp_path: Path) -> No
         assert verdicts[name].startswith("holds"), name
     assert {path.stem for path in (folder / "figures").iterdir()} == {"blur", "norms", "steps", "sampling", "signal"}
     assert render_page(folder).outdated() == []
+
+
+def test_page__many_methods_are_listed_and_drawn_one_below_the_other(tmp_path: Path) -> None:
+    folder = copy_of(CHENG.parent / "beyond", tmp_path / "papers")
+    invent(folder, lambda cell: 0.7 if cell.table == "ablation" and cell.config.seed == 0 else None)
+    page = render_page(folder)
+    page.write()
+    assert "| with LUS | 70.00 | 70.00 |  |" in page.text  # no ceiling has LUS
+    drawn = (folder / "figures" / "ablation.svg").read_text()
+    labels = {cell.label for cell in read_spec(folder / "ablation.toml").cells}
+    assert drawn.count("<!-- with") + drawn.count("<!-- ceiling") == sum(
+        label.startswith(("with", "ceiling")) for label in labels
+    )
+
+
+def test_spent__counts_what_ran_on_a_cpu_apart(tmp_path: Path) -> None:
+    folder = copy_of(CHENG, tmp_path / "papers")
+    invent(folder, lambda cell: 0.6 if cell.table == "table1-tuned" else None)
+    store = Results(folder / "results")
+    for key in list(store.found)[:5]:
+        store.write(key, {**store.found[key], "machine": "sequential, 2 workers on cpu", "hardware": "a CPU"})
+    sentence = spent(read_document(folder))
+    assert sentence.startswith("7.0 GPU minutes so far")
+    assert "for 7 on an invented GPU and 5 on CPUs of" in sentence
 
 
 def test_page__of_equal_methods_says_that_claims_do_not_hold(tmp_path: Path) -> None:
