@@ -133,6 +133,14 @@ def test_dry_run__lists_noise_and_time_and_runs_nothing(tmp_path: Path) -> None:
     assert "1 cells, 1 of them done" in _run(path, "--dry-run", "--only", "seed=1")
 
 
+def test_dry_run__long_labels_leave_room_for_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    label = "without fixed features: a network of a million parameters, and then some more words"
+    output = _run(_write(tmp_path, "a.toml", SPEC.replace('"BLUR"', f'"{label}"')), "--dry-run")
+    assert all(name in output for name in ("epsilon", "noise σ", "time"))
+    assert output.count("unknown") >= 4
+
+
 def test_table__several_files_run_in_one_process_and_print_each(tmp_path: Path) -> None:
     first, second = _write(tmp_path, "a.toml", SPEC), _write(tmp_path, "b.toml", SPEC.replace('"one"', '"two"'))
     output = _run(first, str(second), "--set", "rounds=2")

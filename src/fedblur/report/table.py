@@ -15,10 +15,7 @@ def render(title: str, lines: Sequence[Line]) -> Table:
     """Rows with mean ± standard deviation over seeds, and a paper's figures beside them where there are any."""
     with_expected = any(line.expected is not None for line in lines)
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
     axes = list(lines[0].axes) if lines else []
-    for name in axes:
-        table.add_column(name.replace(".", ".\n"), justify="right")  # dotted names are long: two lines
     columns = [
         "accuracy %",
         *(["paper %"] if with_expected else []),
@@ -27,8 +24,7 @@ def render(title: str, lines: Sequence[Line]) -> Table:
         "ε spent",
         "clipped",
     ]
-    for name in columns:
-        table.add_column(name, justify="right")
+    _columns(table, [*axes, *columns])
     for line in lines:
         expected = "" if line.expected is None else f"{line.expected:.2f}"
         table.add_row(
@@ -48,9 +44,7 @@ def render_forecast(forecast: Forecast) -> Table:
     """Cells in the order in which they would run."""
     table = Table(title=forecast.title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     axes = list(dict.fromkeys(name for cell in forecast.cells for name in cell.axes))
-    table.add_column("", no_wrap=True)
-    for name in [*axes, "seed", "order", "rounds", "noise σ", "R", "time"]:
-        table.add_column(name.replace(".", ".\n"), justify="right")
+    _columns(table, [*axes, "seed", "order", "rounds", "noise σ", "R", "time"])
     for cell in forecast.cells:
         table.add_row(
             cell.name,
@@ -63,3 +57,10 @@ def render_forecast(forecast: Forecast) -> Table:
             ("done, " if cell.done else "") + ("unknown" if cell.seconds is None else f"{cell.seconds:.0f} s"),
         )
     return table
+
+
+def _columns(table: Table, names: Sequence[str]) -> None:
+    """Labels are folded where a terminal is narrow; figures are never left out for them."""
+    table.add_column("", overflow="fold", min_width=12)
+    for name in names:
+        table.add_column(name.replace(".", ".\n"), justify="right", no_wrap=True)  # dotted names are long: two lines
