@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from fedblur.methods.augment import Augment
 from fedblur.methods.balance import Balance
 from fedblur.methods.blur import Blur
 from fedblur.methods.lus import Lus
-from fedblur.models import GnResNet, make_model
+from fedblur.models import Glyphs, GnResNet, Leaves, make_model
 from fedblur.setup import Machine, prepare
 from tests.worlds import SmallCnn, job_for, packed, work_for
 
@@ -45,9 +46,23 @@ def test_compiled__steps_equal_uncompiled_ones(half: bool) -> None:
     assert torch.isfinite(clip_block(got, job).bounded.value).all()
 
 
-@pytest.mark.parametrize("part", [GnResNet(8, (8, 16)), GnResNet(8, (8, 16), standardise=True, front="wavelets")])
-def test_compiled__small_models_with_frozen_front_ends_and_views(part: GnResNet) -> None:
-    """A frozen parameter is a constant of the function, not one of its arguments."""
+def test_compiled__a_compiler_that_fails_costs_time_and_nothing_else() -> None:
+    def broken(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> None:
+        raise RuntimeError("no such instruction")
+
+    loop = Compiled(lambda x, y: x * 2 + y, broken)
+    x, y = torch.arange(3.0), torch.ones(3)
+    with pytest.warns(UserWarning, match="not compiled, so slower"):
+        assert loop(x, y).tolist() == [1.0, 3.0, 5.0]
+    assert loop(y, y).tolist() == [3.0, 3.0, 3.0]  # and is not tried again
+
+
+@pytest.mark.parametrize(
+    "part",
+    [GnResNet(8, (8, 16)), GnResNet(8, (8, 16), standardise=True, front="wavelets"), Glyphs(8), Leaves(4)],
+)
+def test_compiled__small_models_with_frozen_front_ends_and_views(part: Any) -> None:
+    """A frozen parameter is a constant of the function, not one of its arguments, and one for all clients."""
     module = make_model(part, (1, 16, 16), 10, seed=0)
     methods = (Augment(0.1, 10, flip=True, views=2), Balance())
     job = job_for(module, methods, local=LocalTraining(steps=2, batch_size=8))

@@ -24,8 +24,6 @@ from torch import Tensor, nn
 from fedblur.models.glyphs import CELLS, MOST, SIDE, WEIGHTS, WIDTHS, glyph_network
 
 STROKES, POINTS = 4, 32
-NORM = 5.0  # of a feature vector, on average over glyphs
-SMOOTHED = 0.01  # added to the components' variances, in units of the largest
 
 
 def made_up(classes: int, dice: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -97,17 +95,14 @@ def trained(classes: int, steps: int, device: torch.device, dice: torch.Generato
 
 
 @torch.no_grad()
-def axes(body: nn.Sequential, device: torch.device, dice: torch.Generator, count: int = 12000) -> tuple[Tensor, Tensor]:
-    """The mean of the network's output on new characters, and its principal axes [576, MOST], scaled alike."""
+def axes(body: nn.Sequential, device: torch.device, dice: torch.Generator, count: int = 12000) -> dict[str, Tensor]:
+    """Of the network's output on new characters the mean, the principal axes [576, MOST] and variances along them."""
     strokes, points = made_up(count, dice)
     pairs = zip(strokes.split(500), points.split(500), strict=True)
     output = torch.cat([body(drawn(*pair, dice).to(device)).cpu() for pair in pairs])
-    mean = output.mean(0)
     variances, vectors = torch.linalg.eigh(torch.cov(output.T))
-    variances, vectors = variances.flip(0)[:MOST], vectors.flip(1)[:, :MOST]
-    basis = vectors / (variances + SMOOTHED * variances[0]).sqrt()
-    length = ((output - mean) @ basis[:, :128]).norm(dim=1).mean()
-    return mean, basis * (NORM / length)
+    variances = variances.flip(0)[:MOST]
+    return {"mean": output.mean(0), "axes": vectors.flip(1)[:, :MOST], "variances": variances}
 
 
 def main() -> None:
@@ -121,8 +116,7 @@ def main() -> None:
     torch.manual_seed(options.seed)
     dice = torch.Generator().manual_seed(options.seed)
     body = trained(options.classes, options.steps, options.device, dice)
-    mean, basis = axes(body, options.device, dice)
-    stored = {**body.state_dict(), "mean": mean, "basis": basis}
+    stored = {**body.state_dict(), **axes(body, options.device, dice)}
     arrays = {name: tensor.cpu().contiguous().numpy().astype(np.float16) for name, tensor in stored.items()}
     np.savez_compressed(options.out, **arrays)
     print(f"{options.out}: {options.out.stat().st_size / 1024:.0f} KiB")

@@ -7,11 +7,13 @@ the versions we support, cannot follow an autograd function through `vmap`), and
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
@@ -30,7 +32,7 @@ class Compiled:
     def __init__(
         self,
         function: Callable[..., Any],
-        backend: str = "inductor",
+        backend: str | Callable[..., Any] = "inductor",
         state: tuple[int, ...] = (),
         invariant: tuple[int, ...] = (),
     ) -> None:
@@ -75,8 +77,23 @@ class Compiled:
         return Pipeline(self._by_compiler(cut.head), self._by_compiler(cut.loop), state, invariant), outcome[-1]
 
     def _by_compiler(self, graph: GraphModule) -> Callable[..., Any]:
-        compiled: Callable[..., Any] = torch.compile(graph, dynamic=False, fullgraph=True, backend=self.backend)
-        return compiled
+        return WithCompiler(graph, torch.compile(graph, dynamic=False, fullgraph=True, backend=self.backend))
+
+
+class WithCompiler:
+    """A graph as compiled code; as it is where the compiler fails on it, which costs time and changes nothing else."""
+
+    def __init__(self, graph: GraphModule, compiled: Callable[..., Any]) -> None:
+        self.graph = graph
+        self.chosen = compiled
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        try:
+            return self.chosen(*tensors)
+        except BackendCompilerFailed as error:  # at the first call, before anything has run
+            warnings.warn(f"not compiled, so slower: {str(error).splitlines()[0]}", stacklevel=2)
+            self.chosen = self.graph
+            return self.chosen(*tensors)
 
 
 class Pipeline:

@@ -41,13 +41,13 @@ class Family:
 
 _CHARACTERS = Family(
     "grey images",
-    models=tuple({"name": "glyphs", "features": features} for features in (256, 128, 64)),
+    models=tuple({"name": "glyphs", "features": features} for features in (256, 128)),
     method=(),
     server_rate=4.0,
     rounds=500,
     views="features are fixed, so each sample is looked at once",
-    enough_signal=20.0,
-    full_signal=60.0,
+    enough_signal=12.0,
+    full_signal=35.0,
     local_rate=1.0,
     local_steps=1,
     batch_size=256,
@@ -57,6 +57,7 @@ _PHOTOGRAPHS = replace(
     what="colour images",
     models=tuple({"name": "leaves", "channels": channels} for channels in (256, 128, 64)),
     enough_signal=8.0,
+    full_signal=60.0,
 )
 _FIXED = {"glyphs": _CHARACTERS, "leaves": _PHOTOGRAPHS}  # by the model that begins with fixed features
 _GREY_NETWORKS = Family(  # where the user gives another model for grey images

@@ -50,7 +50,8 @@ def test_glyphs__features_computed_ahead_give_the_same_logits() -> None:
     assert mapped.train.shape == (32,)
     torch.testing.assert_close(rest(mapped.test.x), module(data.test.x.float() / 255))
     assert computed_ahead(make_model(Glyphs(features=32), (1, 28, 28), 2, seed=1), data, (), CPU)[1] is mapped
-    assert computed_ahead(make_model(Glyphs(features=16), (1, 28, 28), 2, seed=1), data, (), CPU)[1] is not mapped
+    for other in (Glyphs(features=16), Glyphs(features=32, smoothing=1.0)):
+        assert computed_ahead(make_model(other, (1, 28, 28), 2, seed=1), data, (), CPU)[1] is not mapped
 
 
 def test_glyphs__long_work_ahead_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +95,20 @@ def test_glyphs__misfits_are_refused_by_name() -> None:
         make_model(Glyphs(), (3, 32, 32), 10, seed=0)
     with pytest.raises(ConfigError, match="features=0"):
         Glyphs(features=0)
+    with pytest.raises(ConfigError, match="smoothing=0"):
+        Glyphs(smoothing=0.0)
+
+
+def test_glyphs__smoothing_holds_weak_components_back_and_keeps_the_length() -> None:
+    x = torch.from_numpy(strokes(300)[0]).float() / 255
+    alike, held = (make_model(Glyphs(256, smoothing), (1, 28, 28), 2, seed=0) for smoothing in (0.001, 1.0))
+    with torch.no_grad():
+        spread = [module.front(x).std(0) for module in (alike, held)]
+    ratio = spread[1] / spread[0]  # of each component's scale, up to one factor
+    assert bool((ratio[:-1] >= ratio[1:] - 1e-4).all())
+    assert float(ratio[0] / ratio[-1]) > 5
+    lengths = [float((s**2).sum().sqrt()) for s in spread]
+    assert 0.5 < lengths[1] / lengths[0] < 2
 
 
 def test_glyphs__the_tool_that_made_the_weights_needs_a_seed_and_nothing_else(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
 from fedblur.kernels import fusion
@@ -41,6 +42,11 @@ class PerClientLayers(TorchFunctionMode):
 
 def _conv2d(call: Conv2d) -> Tensor:
     spec = resolve(call.weight, call.stride, call.padding, call.dilation)
-    if call.groups != 1 or call.input.dim() != 4 or spec is None:
+    if call.groups != 1 or call.input.dim() != 4 or spec is None or not _own(call.weight):
         return call.plainly()
     return fusion.convolution(call.input, call.weight, call.bias, spec)
+
+
+def _own(weight: Tensor) -> bool:
+    """Whether each client has a weight of its own; one for all, as in a fixed front, is a plain convolution's."""
+    return bool(is_functorch_wrapped_tensor(weight))

@@ -4,13 +4,15 @@ The network was trained by `tools/make_glyphs.py` to recognise thousands of made
 strokes, under changes of slant, width and shape. No image that anybody wrote or took went in (the pen's width was set
 by hand to that of a public benchmark, EMNIST), so it costs no privacy. Only the head is trained: 8 thousand parameters
 on 62 classes instead of a million, and noise grows with √d. The features are the principal components of the network's
-output on such glyphs, scaled alike.
+output on such glyphs, brought closer to each other in scale: noise is alike in all directions, so each should be worth
+its noise.
 
 For dark or light writing on a plain ground: images of one channel, which are brought to 28x28.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,7 @@ from fedblur.registry import register
 WEIGHTS = Path(__file__).with_name("glyphs.npz")
 SIDE, CELLS, WIDTHS = 28, 3, (24, 32, 64)
 MOST = 256  # features that are stored
+LENGTH = 5.0  # of all of them together, for a drawn glyph
 
 
 @register("model", "glyphs")
@@ -37,8 +40,11 @@ class Glyphs:
     """Grey images of writing; the fewest trained parameters for what it can tell apart."""
 
     features: int = 128
+    smoothing: float = 0.1  # 0 scales all components alike; the larger, the more they keep of their own scales
 
     def __post_init__(self) -> None:
+        if not 0 < self.smoothing < math.inf:
+            raise ConfigError(f"model.glyphs.smoothing={self.smoothing} must be above 0 and finite")
         if not 1 <= self.features <= MOST:
             raise ConfigError(f"model.glyphs.features={self.features} must be between 1 and {MOST}")
 
@@ -47,20 +53,23 @@ class Glyphs:
         require_side("glyphs", shape, 8)
         if channels != 1:
             raise ModelError(f'shape={tuple(shape)} does not fit model "glyphs", which reads one channel of writing')
-        return with_head(GlyphFeatures(self.features), self.features, classes, f"glyphs {self.features}")
+        front = GlyphFeatures(self.features, self.smoothing)
+        return with_head(front, self.features, classes, repr(self))
 
 
 class GlyphFeatures(nn.Module):
     """[batch, 1, H, W] -> [batch, features]; constants throughout."""
 
-    def __init__(self, features: int) -> None:
+    def __init__(self, features: int, smoothing: float) -> None:
         super().__init__()
         constants = stored(WEIGHTS)
-        mean, basis = constants.pop("mean"), constants.pop("basis")
+        mean, axes, variances = (constants.pop(name) for name in ("mean", "axes", "variances"))
+        basis = axes / (variances + smoothing * variances[0]).sqrt()
+        length = (variances / (variances + smoothing * variances[0])).sum().sqrt()  # of a drawn glyph's features
         self.body = glyph_network()
         self.body.load_state_dict(constants, assign=True)  # also where a model is only sized, without memory
         self.mean = nn.Parameter(mean, requires_grad=False)
-        self.basis = nn.Parameter(basis[:, :features].contiguous(), requires_grad=False)
+        self.basis = nn.Parameter((basis * (LENGTH / length))[:, :features].contiguous(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         features: Tensor = (self.body(_as_drawn(x)) - self.mean) @ self.basis

@@ -49,7 +49,7 @@ class Leaves:
         require_side("leaves", shape, 8)
         if channels not in (1, 3):
             raise ModelError(f'shape={tuple(shape)} does not fit model "leaves", which reads one or three channels')
-        return with_head(LeafFeatures(self.channels), self.channels * CELLS**2, classes, f"leaves {self.channels}")
+        return with_head(LeafFeatures(self.channels), self.channels * CELLS**2, classes, repr(self))
 
 
 class LeafFeatures(nn.Module):
