@@ -28,7 +28,7 @@ def front_table(results: dict[str, Any]) -> str:
         lines.append(f"| {NAMES[system]} | {' | '.join(cells)} |")
     words = "; ".join(f"{w['workload']['name']} is {w['workload']['words']}" for w in workloads)
     where = (
-        f"{results['machine']}, {results['date']}, `make bench`, median of {results['rounds']} rounds after a warm-up."
+        f"{results['machine']}, {results['date']}, `make bench`, median of {results['rounds']} turns after a warm-up."
     )
     busy = max(w["other_work_percent"] for w in workloads)
     caution = f" The machine was busy with other work ({busy:.0f} %): rough figures." if busy > 10 else ""

@@ -1,4 +1,4 @@
-"""Rounds of all systems, one of each in turn, so that other work on the machine hits them alike."""
+"""Rounds of all systems, each in turn, so that other work on the machine hits them alike."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Measured:
 
 
 def measure(workload: Workload, systems: tuple[str, ...], turns: int, threads: int | None) -> Measured:
-    """One warm-up round each, then `turns` times one round of each system in turn."""
+    """One warm-up round each, then `turns` times each system in turn."""
     with tempfile.TemporaryDirectory(prefix="fedblur-bench-") as name:
         folder = Path(name)
         inputs = folder / "inputs.npz"
@@ -89,7 +89,7 @@ def _take_turn(
     sums: dict[str, list[NDArray[np.float64]]],
     turn: int,
 ) -> float:
-    """A round of each; first, how busy the machine is with other work."""
+    """A turn of each; first, how busy the machine is with other work."""
     busy = float(psutil.cpu_percent(interval=1.0))
     for name in [*running]:
         try:

@@ -33,8 +33,9 @@ class Report:
         """What a reader must know before using the figures."""
         worst = max(measured.others for measured in self.workloads)
         notes = [
-            f"Median of {self.turns} rounds after a warm-up; systems take turns, one round each. A round is: train "
-            "every client with plain SGD, clip, sum; no noise, no evaluation. Ratios compare rounds of the same turn. "
+            f"Median of {self.turns} turns after a warm-up; in a turn each system has one round, or half a second of "
+            "them where they are shorter (their mean). A round is: train every client with plain SGD, clip, sum; no "
+            "noise, no evaluation. Ratios compare rounds of the same turn. "
             f"All sums are checked against the loop's to {TOLERANCE:.0e} (relative l2).",
         ]
         if self.threads:
