@@ -24,7 +24,7 @@ def render(title: str, lines: Sequence[Line]) -> Table:
         "ε spent",
         "clipped",
     ]
-    _columns(table, [*axes, *columns])
+    _columns(table, [line.label for line in lines], [*axes, *columns])
     for line in lines:
         expected = "" if line.expected is None else f"{line.expected:.2f}"
         table.add_row(
@@ -44,7 +44,8 @@ def render_forecast(forecast: Forecast) -> Table:
     """Cells in the order in which they would run."""
     table = Table(title=forecast.title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     axes = list(dict.fromkeys(name for cell in forecast.cells for name in cell.axes))
-    _columns(table, [*axes, "seed", "order", "rounds", "noise σ", "R", "time"])
+    labels = [cell.name for cell in forecast.cells]
+    _columns(table, labels, [*axes, "seed", "order", "rounds", "noise σ", "R", "time"])
     for cell in forecast.cells:
         table.add_row(
             cell.name,
@@ -59,8 +60,11 @@ def render_forecast(forecast: Forecast) -> Table:
     return table
 
 
-def _columns(table: Table, names: Sequence[str]) -> None:
+_NARROWEST = 12  # of folded labels
+
+
+def _columns(table: Table, labels: Sequence[str], names: Sequence[str]) -> None:
     """Labels are folded where a terminal is narrow; figures are never left out for them."""
-    table.add_column("", overflow="fold", min_width=12)
+    table.add_column("", overflow="fold", min_width=min(_NARROWEST, max(map(len, labels), default=0)))
     for name in names:
         table.add_column(name.replace(".", ".\n"), justify="right", no_wrap=True)  # dotted names are long: two lines
