@@ -1,5 +1,7 @@
 """Compiled local steps give what uncompiled ones give, with dropout, convolutions and BLUR inside."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -52,9 +54,18 @@ def test_compiled__a_compiler_that_fails_costs_time_and_nothing_else() -> None:
 
     loop = Compiled(lambda x, y: x * 2 + y, broken)
     x, y = torch.arange(3.0), torch.ones(3)
-    with pytest.warns(UserWarning, match="not compiled, so slower"):
+    with pytest.warns(UserWarning, match="not compiled, so slower: RuntimeError: no such instruction"):
         assert loop(x, y).tolist() == [1.0, 3.0, 5.0]
     assert loop(y, y).tolist() == [3.0, 3.0, 3.0]  # and is not tried again
+    looped = Compiled(lambda fixed, x: x + fixed.sin().cos(), broken, state=(1,), invariant=(0,))
+    with pytest.warns(UserWarning, match="no such instruction"):
+        first = looped(y, x)
+    torch.testing.assert_close(looped(y, first), x + 2 * y.sin().cos())
+
+
+def test_compiled__a_command_that_never_compiles_does_not_load_the_compiler() -> None:
+    code = "import sys, fedblur.cli; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize(

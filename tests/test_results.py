@@ -133,12 +133,29 @@ def test_dry_run__lists_noise_and_time_and_runs_nothing(tmp_path: Path) -> None:
     assert "1 cells, 1 of them done" in _run(path, "--dry-run", "--only", "seed=1")
 
 
-def test_dry_run__long_labels_leave_room_for_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    label = "without fixed features: a network of a million parameters, and then some more words"
-    output = _run(_write(tmp_path, "a.toml", SPEC.replace('"BLUR"', f'"{label}"')), "--dry-run")
-    assert all(name in output for name in ("epsilon", "noise σ", "time"))
-    assert output.count("unknown") >= 4
+WIDE = """
+title = "wide"
+results = "kept"
+[base]
+rounds = 2
+sample_rate = 0.1
+[[rows]]
+label = "without fixed features: a network of a million parameters, and then some more words"
+axes = { epsilon = [2, 8], "server.learning_rate" = [0.125], "local.learning_rate" = [0.125], seed = [0] }
+[[rows]]
+label = "another"
+axes = { clip_norm = [0.5] , seed = [0, 1] }
+"""
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "200"])
+def test_table__narrow_terminals_cut_nothing_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    path = _write(tmp_path, "a.toml", WIDE)
+    for output, last in ((_run(path, "--dry-run"), "time"), (_run(path), "clipped")):  # rows have axes of their own
+        assert "…" not in output.split("Final round")[0]
+        assert all(word in output for word in ("without", "another", "learning_rate", "clip_norm", last))
+        assert next(line.rstrip()[-1] for line in output.splitlines() if " another " in line) in "%n"  # unknown, or %
 
 
 def test_table__several_files_run_in_one_process_and_print_each(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
@@ -82,23 +81,32 @@ class Compiled:
     def _by_compiler(self, graph: GraphModule) -> Callable[..., Any]:
         options = _PLAIN if self.backend == "inductor" else None
         compiled = torch.compile(graph, dynamic=False, fullgraph=True, backend=self.backend, options=options)
-        return WithCompiler(graph, compiled)
+        return WithCompiler(graph, compiled, _compiler_failed())
 
 
 class WithCompiler:
     """A graph as compiled code; as it is where the compiler fails on it, which costs time and changes nothing else."""
 
-    def __init__(self, graph: GraphModule, compiled: Callable[..., Any]) -> None:
+    def __init__(self, graph: GraphModule, compiled: Callable[..., Any], failure: type[Exception]) -> None:
         self.graph = graph
         self.chosen = compiled
+        self.failure = failure
 
     def __call__(self, *tensors: Tensor) -> Any:
         try:
             return self.chosen(*tensors)
-        except BackendCompilerFailed as error:  # at the first call, before anything has run
-            warnings.warn(f"not compiled, so slower: {str(error).splitlines()[0]}", stacklevel=2)
+        except self.failure as error:  # at the first call, before anything has run
+            cause = getattr(error, "inner_exception", error)
+            words = str(cause).splitlines()[:1]
+            warnings.warn(": ".join(["not compiled, so slower", type(cause).__name__, *words]), stacklevel=2)
             self.chosen = self.graph
             return self.chosen(*tensors)
+
+
+def _compiler_failed() -> type[Exception]:
+    from torch._dynamo.exc import BackendCompilerFailed  # a second of imports, for those who compile
+
+    return BackendCompilerFailed
 
 
 class Pipeline:

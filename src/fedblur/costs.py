@@ -26,7 +26,7 @@ class Cost:
 
 
 # One H200, bf16, compiled, 15 November 2026: CNN-B 2.02 ms a step for 136 clients × 64 samples (benchmarks/gpu.py) and
-# 1.45 ms for 136 × 29 (rounds of cheng2022/table1.toml); ResNet-18 28.5 ms for 30 × 50, of which 2.2 ms are memory
+# 1.45 ms for 136 × 29 (table1.toml, profiled alone); ResNet-18 28.5 ms for 30 × 50, of which 2.2 ms are memory
 # traffic; the 39k GN-CNN 4.0 ms for 136 × 64.
 MEASURED: Mapping[tuple[str, str], Cost] = {
     ("cuda", "cnn"): Cost(7.1, 0.12),

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedblur.kernels import fusion
 from fedblur.kernels.layers import PerClientLayers
 
 CASES = [
@@ -52,3 +53,20 @@ def test_convolution__equals_torch_under_vmap_and_grad(case, compiled: bool) -> 
     run = torch.compile(ours, backend="aot_eager") if compiled else ours
     for got, expected in zip(run(x, w, bias), gradients(x, w, bias), strict=True):
         torch.testing.assert_close(got, expected)
+
+
+def test_layers__only_weights_of_a_clients_own_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen front has one weight for all clients, often of another type: that is torch's own convolution."""
+    seen: list[torch.Size] = []
+    real = fusion.convolution
+    monkeypatch.setattr(fusion, "convolution", lambda x, w, *rest: (seen.append(w.shape), real(x, w, *rest))[1])
+    x, frozen, own = torch.randn(3, 2, 1, 8, 8), torch.randn(4, 1, 3, 3), torch.randn(3, 5, 4, 3, 3)
+
+    def model(images: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        with PerClientLayers():
+            return F.conv2d(F.conv2d(images, frozen), weight)
+
+    got = torch.vmap(model)(x, own)
+    assert seen == [own.shape[1:]]
+    expected = torch.stack([F.conv2d(F.conv2d(a, frozen), w) for a, w in zip(x, own, strict=True)])
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

@@ -14,7 +14,7 @@ from fedblur.errors import ConfigError, ModelError
 from fedblur.functional import Layout, initial_vector
 from fedblur.models import Glyphs, fronted, make_model
 from fedblur.models.fronted import Fronted, computed_ahead
-from fedblur.models.glyphs import WEIGHTS
+from fedblur.models.glyphs import LENGTH, WEIGHTS
 from fedblur.registry import build
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,8 +107,11 @@ def test_glyphs__smoothing_holds_weak_components_back_and_keeps_the_length() -> 
     ratio = spread[1] / spread[0]  # of each component's scale, up to one factor
     assert bool((ratio[:-1] >= ratio[1:] - 1e-4).all())
     assert float(ratio[0] / ratio[-1]) > 5
-    lengths = [float((s**2).sum().sqrt()) for s in spread]
-    assert 0.5 < lengths[1] / lengths[0] < 2
+    with np.load(WEIGHTS) as file:
+        axes, variances = (torch.from_numpy(file[name]).float() for name in ("axes", "variances"))
+    for module in (alike, held):  # of a drawn glyph: its outputs have these variances along these axes
+        scales = (axes * module.front.basis).sum(0)
+        assert float((variances * scales**2).sum().sqrt()) == pytest.approx(LENGTH, rel=1e-3)
 
 
 def test_glyphs__the_tool_that_made_the_weights_needs_a_seed_and_nothing_else(tmp_path: Path) -> None:

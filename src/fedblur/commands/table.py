@@ -26,7 +26,7 @@ from fedblur.errors import ConfigError
 from fedblur.experiments import Cell, TimeLimit, aggregate, pending, run_cells
 from fedblur.forecast import Forecast, forecast
 from fedblur.report.progress import RunProgress
-from fedblur.report.table import render, render_forecast
+from fedblur.report.table import print_whole, render, render_forecast
 from fedblur.results import Results, demand_folder
 from fedblur.spec import Spec, read_spec
 from fedblur.summary import SEEDED
@@ -113,7 +113,7 @@ def _show(specs: list[Spec], store: Results, cells: Path, as_json: bool) -> None
         tables.append({"title": spec.title, "lines": [asdict(line) for line in lines]})
         if as_json or not found:
             continue
-        output.print(render(spec.title, lines))
+        print_whole(render(spec.title, lines), output)
         for sentence in _footer(found, spec.note):
             output.print(sentence)
         output.print(f"Results: {store.folder}\n" if len(specs) > 1 else f"Results: {store.folder}")
@@ -128,7 +128,7 @@ def _show_forecasts(forecasts: list[Forecast], as_json: bool) -> None:
         print_json({"tables": [asdict(f) for f in forecasts]})
         return
     for each in forecasts:
-        Console().print(render_forecast(each))
+        print_whole(render_forecast(each), Console())
         Console().print(each.total + "\n", highlight=False)
 
 

@@ -48,5 +48,5 @@ def _conv2d(call: Conv2d) -> Tensor:
 
 
 def _own(weight: Tensor) -> bool:
-    """Whether each client has a weight of its own; one for all, as in a fixed front, is a plain convolution's."""
+    """Whether a transform batches or differentiates the weight; one for all, as in a fixed front, is torch's to use."""
     return bool(is_functorch_wrapped_tensor(weight))

@@ -36,7 +36,7 @@ class Fronted(nn.Module):
         self.key = key  # the same for fronts that compute the same
 
     def forward(self, x: Tensor) -> Tensor:
-        # a front keeps its own precision, whichever the rest computes in: it is made once, not trained
+        # a front computes in its own precision, whichever the rest has; its input may have been rounded before
         own = next((weight.dtype for weight in self.front.parameters()), x.dtype)
         logits: Tensor = self.rest(self.front(x.to(own)).to(x.dtype))
         return logits

@@ -2,10 +2,10 @@
 
 The network was trained by `tools/make_glyphs.py` to recognise thousands of made-up characters, each a few random pen
 strokes, under changes of slant, width and shape. No image that anybody wrote or took went in (the pen's width was set
-by hand to that of a public benchmark, EMNIST), so it costs no privacy. Only the head is trained: 8 thousand parameters
-on 62 classes instead of a million, and noise grows with √d. The features are the principal components of the network's
-output on such glyphs, brought closer to each other in scale: noise is alike in all directions, so each should be worth
-its noise.
+by hand to that of a public benchmark, EMNIST), so it costs no privacy. Only the head is trained: 8 or 16 thousand
+parameters on 62 classes instead of a million, and noise grows with √d. The features are the principal components of the
+network's output on such glyphs, brought closer to each other in scale: noise is alike in all directions, so each should
+be worth its noise.
 
 For dark or light writing on a plain ground: images of one channel, which are brought to 28x28.
 """
@@ -40,7 +40,7 @@ class Glyphs:
     """Grey images of writing; the fewest trained parameters for what it can tell apart."""
 
     features: int = 128
-    smoothing: float = 0.1  # 0 scales all components alike; the larger, the more they keep of their own scales
+    smoothing: float = 0.1  # near 0 all components are scaled alike; the larger, the more they keep of their own
 
     def __post_init__(self) -> None:
         if not 0 < self.smoothing < math.inf:

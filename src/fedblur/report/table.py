@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.console import Console
 from rich.table import Table
 
 from fedblur.experiments import Line
 from fedblur.forecast import Forecast
+
+_NARROWEST = 12  # of folded labels
+_ANY = 10_000  # columns: no terminal's
 
 
 def render(title: str, lines: Sequence[Line]) -> Table:
     """Rows with mean ± standard deviation over seeds, and a paper's figures beside them where there are any."""
     with_expected = any(line.expected is not None for line in lines)
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    axes = list(lines[0].axes) if lines else []
+    axes = list(dict.fromkeys(name for line in lines for name in line.axes))
     columns = [
         "accuracy %",
         *(["paper %"] if with_expected else []),
@@ -29,7 +34,7 @@ def render(title: str, lines: Sequence[Line]) -> Table:
         expected = "" if line.expected is None else f"{line.expected:.2f}"
         table.add_row(
             line.label,
-            *(str(line.axes[name]) for name in axes),
+            *(str(line.axes.get(name, "–")) for name in axes),
             f"{line.accuracy:.2f} ± {line.spread:.2f}" if line.seeds > 1 else f"{line.accuracy:.2f}",
             *([expected] if with_expected else []),
             str(line.seeds),
@@ -49,7 +54,7 @@ def render_forecast(forecast: Forecast) -> Table:
     for cell in forecast.cells:
         table.add_row(
             cell.name,
-            *("–" if name not in cell.axes else str(cell.axes[name]) for name in axes),
+            *(str(cell.axes.get(name, "–")) for name in axes),
             "–" if cell.seed is None else str(cell.seed),
             str(cell.priority),
             str(cell.rounds),
@@ -60,7 +65,15 @@ def render_forecast(forecast: Forecast) -> Table:
     return table
 
 
-_NARROWEST = 12  # of folded labels
+def print_whole(table: Table, console: Console) -> None:
+    """Nothing is cut off: a table that a terminal is too narrow for keeps its own width, and the terminal folds it."""
+    for column in table.columns:
+        if column.no_wrap:  # figures: whole cells, not their longest words
+            texts = [str(column.header), *map(str, column.cells)]
+            column.min_width = max(cell_len(line) for text in texts for line in text.split("\n"))
+    least = table.__rich_measure__(console, console.options.update(width=_ANY)).minimum
+    table.width = least if least > console.width else None
+    console.print(table, crop=False, overflow="ignore")
 
 
 def _columns(table: Table, labels: Sequence[str], names: Sequence[str]) -> None:
