@@ -1,6 +1,6 @@
 """`make bench`: this library and its peers on the same model, batches and cohort, in one run on this machine's CPU.
 
-    python benchmarks/run.py [--rounds 5] [--systems loop ours pfl flower fedjax] [--workloads W W-small] [--out FOLDER]
+    python benchmarks/run.py [--rounds 7] [--systems loop ours pfl flower fedjax] [--workloads W W-small] [--out FOLDER]
 
 Peers are installed on the first run into `benchmarks/.envs/`. One that cannot be installed or fails is reported with
 the reason, and the others go on. The exit status is 1 if any system failed or computed another sum.
@@ -21,7 +21,7 @@ from harness.workloads import WORKLOADS
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each system")
+    parser.add_argument("--rounds", type=int, default=7, help="measured rounds of each system")
     parser.add_argument("--systems", nargs="+", default=[*SYSTEMS], choices=SYSTEMS)
     parser.add_argument("--threads", type=int, help="of PyTorch in each process; default: as many as PyTorch chooses")
     names = [workload.name for workload in WORKLOADS]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.environments import BENCHMARKS
+from harness.measure import relative
 
 BEGIN, END = "<!-- make bench writes this table -->", "<!-- end of the table -->"
 NAMES = {
@@ -37,10 +38,10 @@ def front_table(results: dict[str, Any]) -> str:
 
 def _cells(rows: list[dict[str, Any]], system: str) -> list[str]:
     row = next(row for row in rows if row["system"] == system)
-    ours = next((row["ratio"] for row in rows if row["system"] == "ours" and not row["error"]), None)
+    ours = next((row["seconds"] for row in rows if row["system"] == "ours" and not row["error"]), [])
     if row["error"] or row["median"] is None:
         return ["not measured", "–"]
-    faster = "–" if ours is None or system == "ours" else f"{row['ratio'] / ours:.2g}"
+    faster = "–" if not ours or system == "ours" else f"{relative(row['seconds'], ours):.3g}"
     return [f"{row['median']:.2g}", faster]
 
 

@@ -105,6 +105,11 @@ def _take_turn(
     return busy
 
 
+def relative(seconds: list[float], others: list[float]) -> float:
+    """Median over turns of one system's time by another's: other work on the machine hits both of a turn alike."""
+    return statistics.median(a / b for a, b in zip(seconds, others, strict=False))
+
+
 def _compare(rows: dict[str, Row], sums: dict[str, list[NDArray[np.float64]]]) -> None:
     """Ratios and deviations against the loop. A system whose sum differs has measured something else."""
     loop = next(iter(rows.values()))
@@ -116,6 +121,6 @@ def _compare(rows: dict[str, Row], sums: dict[str, list[NDArray[np.float64]]]) -
             continue
         distances = [np.linalg.norm(total - reference) for total in sums[row.system]]
         row.deviation = float(max(distances) / np.linalg.norm(reference))
-        row.ratio = statistics.median(a / b for a, b in zip(row.seconds, loop.seconds, strict=False))
+        row.ratio = relative(row.seconds, loop.seconds)
         if not row.deviation <= TOLERANCE:
             row.error = f"its clipped sum differs from the loop's by {row.deviation:.1e}, more than {TOLERANCE:.0e}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.front import NAMES
-from harness.measure import TOLERANCE, Measured, Row
+from harness.measure import TOLERANCE, Measured, Row, relative
 from harness.pictures import save_svg
 from harness.workloads import Workload
 
@@ -33,8 +33,8 @@ class Report:
         """What a reader must know before using the figures."""
         worst = max(measured.others for measured in self.workloads)
         notes = [
-            f"Median of {self.turns} turns after a warm-up; in a turn each system has one round, or half a second of "
-            "them where they are shorter (their mean). A round is: train every client with plain SGD, clip, sum; no "
+            f"Median of {self.turns} turns after a warm-up; in a turn each system has rounds for three seconds, and at "
+            "least one (their mean). A round is: train every client with plain SGD, clip, sum; no "
             "noise, no evaluation. Ratios compare rounds of the same turn. "
             f"All sums are checked against the loop's to {TOLERANCE:.0e} (relative l2).",
         ]
@@ -76,7 +76,7 @@ def markdown(report: Report, picture: str) -> str:
 
 
 def _table(measured: Measured) -> str:
-    ours = next((row.ratio for row in measured.rows if row.system == "ours" and not row.error), None)
+    ours = next((row.seconds for row in measured.rows if row.system == "ours" and not row.error), [])
     lines = [
         "| system | s a round (fastest to slowest) | time, loop = 1 | its time ÷ FedBlur's | sum differs by | how |",
         "|---|---|---|---|---|---|",
@@ -88,12 +88,12 @@ def _table(measured: Measured) -> str:
     return "\n".join(lines) + "".join(f"\n\n{failure}" for failure in failures)
 
 
-def _figures(row: Row, ours: float | None) -> list[str]:
+def _figures(row: Row, ours: list[float]) -> list[str]:
     if row.error or row.median is None:
         return ["not measured", "–", "–", "–" if row.deviation is None else f"{row.deviation:.0e}"]
     seconds = f"{row.median:.3g} ({min(row.seconds):.3g} to {max(row.seconds):.3g})"
     ratio = "–" if row.ratio is None else f"{row.ratio:.2g}"
-    faster = "–" if ours is None or row.ratio is None or row.system == "ours" else f"{row.ratio / ours:.2g}"
+    faster = "–" if not ours or row.system == "ours" else f"{relative(row.seconds, ours):.3g}"
     return [seconds, ratio, faster, "0" if not row.deviation else f"{row.deviation:.0e}"]
 
 

@@ -1,7 +1,7 @@
 """What every system is given and how it is asked for rounds. Only NumPy: each environment has that.
 
-The driver writes "round" to a system's standard input; the system runs a round on the same inputs, and again until half
-a second is over, stores its clipped sum and answers one line of JSON with the seconds that a round took on average.
+The driver writes "round" to a system's standard input; the system runs a round on the same inputs, and again until
+three seconds are over, stores its clipped sum and answers one line of JSON with the seconds of a round on average.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Task:
         return np.concatenate([np.asarray(tensors[name], dtype=np.float32).reshape(-1) for name in self.names])
 
 
-TURN = 0.5  # seconds: rounds of milliseconds come one after another, as in a run, not each in a cold cache
+TURN = 3.0  # seconds: rounds come one after another, as in a run, not each in what other systems left of the caches
 ARRAYS = ("start", "x", "y", "plan")
 
 
