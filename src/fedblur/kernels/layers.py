@@ -49,4 +49,4 @@ def _conv2d(call: Conv2d) -> Tensor:
 
 def _own(weight: Tensor) -> bool:
     """Whether a transform batches or differentiates the weight; one for all, as in a fixed front, is torch's to use."""
-    return bool(is_functorch_wrapped_tensor(weight))
+    return torch.compiler.is_compiling() or bool(is_functorch_wrapped_tensor(weight))  # dynamo cannot trace it
