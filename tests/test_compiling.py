@@ -63,6 +63,14 @@ def test_compiled__a_compiler_that_fails_costs_time_and_nothing_else() -> None:
     torch.testing.assert_close(looped(y, first), x + 2 * y.sin().cos())
 
 
+def test_compiled__no_command_line_goes_into_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler would write `--only "the paper's CNN"` into it as it is, and the quote ends a string there."""
+    seen: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda graph, **how: (seen.append(how["options"]), graph)[1])
+    assert Compiled(lambda x: x + 1)(torch.zeros(2)).tolist() == [1.0, 1.0]
+    assert seen == [{"benchmark_harness": False}]
+
+
 def test_compiled__a_command_that_never_compiles_does_not_load_the_compiler() -> None:
     code = "import sys, fedblur.cli; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
