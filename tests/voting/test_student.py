@@ -180,3 +180,31 @@ def test_student__looks_at_no_label_that_was_not_released() -> None:
     lessons = replace(taught.lessons, x=torch.cat([world.x[:30], torch.full_like(world.x[30:], math.nan)]))
     plain = replace(taught, lessons=lessons, settings=settings(student_steps=5, consistency=0.0))
     assert bool(torch.isfinite(plain.teach(student, 5, Seeded.root(0)).theta).all())
+
+
+def silent(taught: Course, student: Student, x: torch.Tensor) -> bool:
+    said = taught.forward(taught.layout.unflatten(student.theta), x).argmax(1)
+    return len(said.unique()) == 1
+
+
+def test_student__steps_that_silence_it_are_taken_again_shorter() -> None:
+    """A step that is far too long kills all units of a small network: it then says one class to everything."""
+    world = packed([200])
+    taught, student = course(world.y[:60], world.x, student_steps=60, student_learning_rate=40.0)
+    lost = student
+    for step in range(60):  # as if nobody looked
+        lost = taught._step(lost, Seeded.root(0).child("student", step))
+    assert silent(taught, lost, world.x)
+    student = taught.teach(student, 60, Seeded.root(0))
+    assert student.steps == 60
+    assert student.share < 1
+    assert not silent(taught, student, world.x)
+
+
+def test_student__who_was_silent_before_or_cannot_be_helped_goes_on_as_it_is() -> None:
+    world = packed([100])
+    taught, student = course(world.y[:40], world.x, student_steps=10)
+    student = replace(student, theta=torch.zeros_like(student.theta))  # one class for everything, from the start
+    assert taught.teach(student, 1, Seeded.root(0)).share == 1
+    wild, student = course(world.y[:40], world.x, student_steps=10, student_learning_rate=1e30)
+    assert wild.teach(student, 10, Seeded.root(0)).share == 1 / 32

@@ -82,7 +82,8 @@ class _Office:
     def run(self) -> Run:
         checkpoint, _ = load_newest(self.folder.checkpoints)
         tensors = {name: tensor.to(self.election.device) for name, tensor in checkpoint.tensors.items()}
-        student = Student(tensors["theta"], tensors["velocity"], checkpoint.state["steps"])
+        state = checkpoint.state
+        student = Student(tensors["theta"], tensors["velocity"], state["steps"], state.get("share", 1.0))
         if "labels" in tensors:
             labels, figures = tensors["labels"], checkpoint.state["local_only"]
         else:
@@ -93,7 +94,7 @@ class _Office:
     def save(self, student: Student, labels: Tensor | None, figures: dict[str, Any], round_: int) -> None:
         tensors = {"theta": student.theta, "velocity": student.velocity}
         tensors |= {} if labels is None else {"labels": labels}
-        state = {"config": self.resolved, "steps": student.steps, "local_only": figures}
+        state = {"config": self.resolved, "steps": student.steps, "share": student.share, "local_only": figures}
         state["ledger"] = self.election.ledger.anchor()
         save_checkpoint(self.folder.checkpoints, Checkpoint(round_, tensors, state))
 

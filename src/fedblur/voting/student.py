@@ -2,13 +2,14 @@
 
 Post-processing: nothing here sees a client. Labelled samples teach by cross-entropy; on the rest of the pool the
 student must give a strongly disturbed sample the class that it is sure of when the sample is disturbed a little
-(FixMatch, Sohn et al. 2020). SGD with momentum, the learning rate falling to 0 on a cosine.
+(FixMatch, Sohn et al. 2020). SGD with momentum, the learning rate falling to 0 on a cosine. Such a step can be too long
+for a network on hard images, which then says one class to everything for good; those steps are taken again, shorter.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,8 @@ from fedblur.voting.release import UNANSWERED
 
 _MOMENTUM = 0.9
 _UNLABELLED = 2  # samples without a label for each one with a label, in a step
+_AT_ONCE = 500  # samples
+_SHORTEST = 1 / 32  # of the learning rate; a student that falls silent even so stays as it is
 
 
 @dataclass(frozen=True)
@@ -53,10 +56,14 @@ class Student:
     theta: Tensor  # [d]
     velocity: Tensor  # [d]
     steps: int  # done
+    share: float = 1.0  # of the learning rate that it bears
 
     @classmethod
     def at(cls, theta: Tensor) -> Student:
         return cls(theta, torch.zeros_like(theta), 0)
+
+    def slower(self) -> Student:
+        return replace(self, velocity=torch.zeros_like(self.velocity), share=self.share / 2)
 
 
 @dataclass(frozen=True)
@@ -70,9 +77,22 @@ class Course:
 
     def teach(self, student: Student, until: int, rng: Rng) -> Student:
         """Steps up to `until`. A step's randomness is its own: a student goes on as if it had never stopped."""
-        while student.steps < until:
-            student = self._step(student, rng.child("student", student.steps))
-        return student
+        taught = student
+        while taught.steps < until:
+            taught = self._step(taught, rng.child("student", taught.steps))
+        if student.share > _SHORTEST and self._silent(taught) and not self._silent(student):
+            return self.teach(student.slower(), until, rng)
+        return taught
+
+    def _silent(self, student: Student) -> bool:
+        """Whether it says one class to all of its labelled samples, or nothing that is a number."""
+        lessons, theta = self.lessons, self.layout.unflatten(student.theta)
+        with torch.no_grad(), SeededDropout(None):
+            parts = [self.forward(theta, as_input(lessons.x[part])) for part in torch.split(lessons.labelled, _AT_ONCE)]
+        logits = torch.cat(parts)
+        said = logits.argmax(1)
+        several = bool((lessons.labels != lessons.labels[0]).any())
+        return not bool(logits.isfinite().all()) or (several and bool((said == said[0]).all()))
 
     def _step(self, student: Student, rng: Rng) -> Student:
         device = student.theta.device
@@ -82,8 +102,8 @@ class Course:
         gradient = self.layout.flatten(torch.func.grad(self._loss)(theta, generator, seed))
         velocity = _MOMENTUM * student.velocity + gradient
         done = student.steps / self.settings.student_steps
-        rate = self.settings.student_learning_rate * 0.5 * (1 + math.cos(math.pi * done))
-        return Student(student.theta - rate * velocity, velocity, student.steps + 1)
+        rate = student.share * self.settings.student_learning_rate * 0.5 * (1 + math.cos(math.pi * done))
+        return replace(student, theta=student.theta - rate * velocity, velocity=velocity, steps=student.steps + 1)
 
     def _loss(self, theta: Params, generator: torch.Generator, seed: Tensor) -> Tensor:
         lessons, size = self.lessons, self.settings.student_batch_size
