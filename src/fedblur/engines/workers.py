@@ -21,6 +21,7 @@ from fedblur.batches import Work, plan_work
 from fedblur.client import Block, ClientJob, LocalProgram, Trained, clip_block, local_update, one_client
 from fedblur.clipping import Bounded
 from fedblur.data.population import Population, Shard
+from fedblur.engines.memory import return_freed_memory
 from fedblur.functional import Forward, ModuleFunction, Params
 from fedblur.kernels.single import SingleClientLayers
 from fedblur.rng import Rng
@@ -68,6 +69,8 @@ class WorkerEngine:
     def _works(self, job: ClientJob, shard: Shard, ids: Tensor, rng: Rng) -> Iterator[Work]:
         """Each client's work, without padding."""
         for first in range(0, len(ids), _PLANNED):
+            if first:
+                return_freed_memory()
             part = slice(first, first + _PLANNED)
             some = Shard(shard.x, shard.y, shard.starts[part], shard.sizes[part])
             work = plan_work(some, ids[part], job.local.steps, job.local.batch_size, rng, self.device)
