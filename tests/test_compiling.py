@@ -25,6 +25,7 @@ from fedblur.functional import Layout, as_function
 from fedblur.methods.augment import Augment
 from fedblur.methods.balance import Balance
 from fedblur.methods.blur import Blur
+from fedblur.methods.gce import GeneralisedCrossEntropy
 from fedblur.methods.lus import Lus
 from fedblur.models import Glyphs, GnResNet, Leaves, make_model
 from fedblur.setup import Machine, prepare
@@ -83,7 +84,7 @@ def test_compiled__a_command_that_never_compiles_does_not_load_the_compiler() ->
 def test_compiled__small_models_with_frozen_front_ends_and_views(part: Any) -> None:
     """A frozen parameter is a constant of the function, not one of its arguments, and one for all clients."""
     module = make_model(part, (1, 16, 16), 10, seed=0)
-    methods = (Augment(0.1, 10, flip=True, views=2), Balance())
+    methods = (Augment(0.1, 10, flip=True, views=2), Balance(), GeneralisedCrossEntropy(0.5))
     job = job_for(module, methods, local=LocalTraining(steps=2, batch_size=8))
     job = replace(job, forward=as_function(module, half=True))
     shard, work = work_for(job, packed([8, 5], (1, 16, 16)), [0, 1])

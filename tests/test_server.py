@@ -16,7 +16,7 @@ from fedblur.errors import ConfigError
 from fedblur.server import Adam, Averaging, Ema, Momentum, Server, ServerState, Sgd, Tail, published
 
 UPDATES = [torch.tensor([1.0, -2.0]), torch.tensor([0.5, 0.0]), torch.tensor([-1.0, 4.0])]
-SERVERS = [Sgd(), Momentum(), Adam(), Momentum(schedule="cosine")]
+SERVERS = [Sgd(), Momentum(), Adam(), Momentum(schedule="cosine"), Sgd(schedule="linear")]
 
 
 def run(server: Server, updates: list[Tensor], noise_std: float = 0.0) -> list[ServerState]:
@@ -123,6 +123,13 @@ def test_cosine__three_steps_by_hand() -> None:
     thetas = [state.theta.tolist() for state in run(Sgd(schedule="cosine"), UPDATES)]
     # cos(0) = 1, cos(π/3) = 1/2, cos(2π/3) = -1/2: shares 1, 3/4, 1/4
     assert thetas[3] == pytest.approx([10 + 1 + 0.375 - 0.25, 20 - 2 + 0 + 1])
+
+
+def test_linear__falls_by_the_same_in_every_round() -> None:
+    server = Sgd(learning_rate=4.0, schedule="linear", final_share=0.25)
+    assert [server.rate(t, 4) for t in range(4)] == [4.0, 3.25, 2.5, 1.75]
+    thetas = [state.theta.tolist() for state in run(Sgd(schedule="linear"), UPDATES)]
+    assert thetas[3] == pytest.approx([10 + 1 + 0.5 * 2 / 3 - 1 / 3, 20 - 2 + 0 + 4 / 3])  # shares 1, 2/3, 1/3
 
 
 @pytest.mark.parametrize("round_", [-1, 3, 4])
@@ -270,7 +277,7 @@ def test_registry__knows_servers_and_averages() -> None:
         (
             "server",
             {"name": "sgd", "final_share": 0.1},
-            'server.final_share=0.1 needs server.schedule = "cosine"',
+            'server.final_share=0.1 needs server.schedule = "cosine" or "linear"',
         ),
         ("averaging", {"name": "ema", "decay": 1.0}, "averaging.decay=1.0 must be in [0, 1)"),
         ("averaging", {"name": "tail", "share": 0.0}, "averaging.share=0.0 must be in (0, 1]"),

@@ -146,10 +146,14 @@ class LocalProgram:
                 logits = method.adjust(logits, batch.labels, batch.weights > 0)
             return logits
 
+        def slope_at(logits: Tensor) -> Tensor:
+            counting = reduce(lambda w, method: method.weigh(logits, batch.labels, w), methods, weights)
+            return _slope(logits, batch.labels, counting)
+
         if self.plain:
-            return _pulled_back(logits_of, theta, batch.labels, weights)
+            return _pulled_back(logits_of, theta, slope_at)
         logits, pull_back, *_ = torch.func.vjp(logits_of, theta)
-        (gradient,) = pull_back(_slope(logits, batch.labels, weights))
+        (gradient,) = pull_back(slope_at(logits))
         return cast(Params, gradient)
 
 
@@ -252,12 +256,12 @@ def train_block(
     return clip_block(Trained(*map(torch.stack, zip(*each, strict=True))), job)
 
 
-def _pulled_back(logits_of: Callable[[Params], Tensor], theta: Params, labels: Tensor, weights: Tensor) -> Params:
+def _pulled_back(logits_of: Callable[[Params], Tensor], theta: Params, slope_at: Callable[[Tensor], Tensor]) -> Params:
     """As `torch.func.vjp` gives it, by ordinary autograd: zeros where a tensor has no part in the logits."""
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in theta.items()}
     with torch.enable_grad():
         logits = logits_of(leaves)
-    slope = _slope(logits.detach(), labels, weights)
+    slope = slope_at(logits.detach())
     found = torch.autograd.grad(logits, list(leaves.values()), slope, allow_unused=True, materialize_grads=True)
     return dict(zip(leaves, found, strict=True))
 

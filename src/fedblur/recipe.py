@@ -37,6 +37,7 @@ class Family:
     local_rate: float = 0.1  # η_l
     local_steps: int = 3  # Q
     batch_size: int = 32
+    schedule: str = "cosine"
 
 
 _CHARACTERS = Family(
@@ -51,6 +52,7 @@ _CHARACTERS = Family(
     local_rate=1.0,
     local_steps=1,
     batch_size=256,
+    schedule="linear",
 )
 _PHOTOGRAPHS = replace(
     _CHARACTERS,
@@ -91,7 +93,7 @@ LARGEST_COHORT = 1000.0  # p·N, for the sake of time
 FEWEST_ROUNDS = 300  # T, however much work they are
 MOST_WORK = 2_000_000.0  # p·N·T·Q, local steps of all clients: minutes on one GPU
 DEFAULT_EPSILON = 2.0  # as in the configuration
-SERVER = {"name": "momentum", "momentum": 0.9, "schedule": "cosine"}
+SERVER = {"name": "momentum", "momentum": 0.9}
 
 # --- the rule ---
 
@@ -159,7 +161,7 @@ class _Rule:
         size, ratio = self._model()
         self._method()
         self._server(ratio)
-        self._choose("averaging", None, "under the cosine schedule the last iterate is an average already")
+        self._choose("averaging", None, "under a falling step the last iterate is an average already")
         self._choose("accountant", "pld", "needs the least noise (RDP: 6 to 13 % more)")
         return Recipe(tuple(self.choices.values()), self.clients, size, ratio)
 
@@ -245,7 +247,8 @@ class _Rule:
         rate = float(f"{self.family.server_rate * math.sqrt(self.family.rounds / self.rounds) * scale * held:.3g}")
         words = "momentum averages the noise of rounds, and the schedule ends at rest"
         less = f"; {100 * held:.0f} % of the full step, since R is {ratio:.1f}" if held < 1 else ""
-        self._choose("server", {**SERVER, "learning_rate": rate}, words + less)
+        server = {**SERVER, "schedule": self.family.schedule, "learning_rate": rate}
+        self._choose("server", server, words + less)
 
 
 @functools.cache  # a table asks again and again

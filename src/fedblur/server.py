@@ -50,18 +50,18 @@ class Server(ABC):
     """A server optimiser: theta <- theta + rate * direction. A subclass gives direction and memory."""
 
     learning_rate: float = 1.0  # η_g
-    schedule: Literal["constant", "cosine"] = "constant"
-    final_share: float = 0.0  # cosine only: the share of the learning rate that is left after the last round
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    final_share: float = 0.0  # cosine and linear: the share of the learning rate that is left after the last round
 
     def __post_init__(self) -> None:
         if not 0 < self.learning_rate < math.inf:
             raise ConfigError(f"server.learning_rate={self.learning_rate} must be positive and finite")
-        if self.schedule not in ("constant", "cosine"):
-            raise ConfigError(f'server.schedule={self.schedule!r} must be "constant" or "cosine"')
+        if self.schedule not in ("constant", "cosine", "linear"):
+            raise ConfigError(f'server.schedule={self.schedule!r} must be "constant", "cosine" or "linear"')
         if not 0 <= self.final_share <= 1:
             raise ConfigError(f"server.final_share={self.final_share} must be in [0, 1]")
         if self.final_share and self.schedule == "constant":
-            raise ConfigError(f'server.final_share={self.final_share} needs server.schedule = "cosine"')
+            raise ConfigError(f'server.final_share={self.final_share} needs server.schedule = "cosine" or "linear"')
 
     @abstractmethod
     def memory(self, theta: Tensor) -> dict[str, Tensor]:
@@ -90,12 +90,13 @@ class Server(ABC):
         return ServerState(theta, {**state.buffers, **memory}, round=round_ + 1)
 
     def rate(self, round_: int, rounds: int) -> float:
-        """The learning rate of a round. Cosine ends after the last round, so no round is paid for in vain."""
+        """The learning rate of a round. A falling one ends after the last round, so no round is paid for in vain."""
         if not 0 <= round_ < rounds:
             raise ValueError(f"round_={round_} must be in [0, {rounds}): rounds count from 0")
         if self.schedule == "constant":
             return self.learning_rate
-        falling = (1 + math.cos(math.pi * round_ / rounds)) / 2  # 1 in round 0, 0 after round T - 1
+        done = round_ / rounds
+        falling = 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2  # 0 after round T - 1
         return self.learning_rate * (self.final_share + (1 - self.final_share) * falling)
 
 

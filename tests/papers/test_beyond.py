@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def test_ablation__has_the_recipe_each_part_and_each_candidate_at_both_epsilons_
         seen = {(cell.config.epsilon, cell.config.seed) for cell in cells if cell.label == label}
         assert seen == {(epsilon, seed) for epsilon in (2.0, 8.0) for seed in (0, 1, 2)}
     words = (
-        "normalise", "EMA", "last tenth", "adaptive", "BLUR", "LUS", "SAM", "mask", "denoising", "balance", "RDP",
+        "normalise", "GCE", "EMA", "last tenth", "adaptive", "BLUR", "LUS", "SAM", "mask", "denoising", "balance", "RDP",
         "augmentation", "momentum", "cosine", "cohorts", "network",
     )  # fmt: skip
     assert all(any(word in label for label in private) for word in words)
@@ -47,8 +48,10 @@ def test_ablation__changes_one_thing_at_a_time() -> None:
     assert cells["with augmentation"].config.model == whole.model
     assert cells["with BLUR"].config.server == whole.server
     assert cells["without momentum"].config.method == whole.method
-    steady = cells["without the cosine schedule"].config.server
+    steady = cells["without a schedule"].config.server
     assert (steady.part_name, steady.schedule, steady.momentum) == ("momentum", "constant", 0.9)
+    bent = cells["a cosine instead of a line"].config.server
+    assert bent == replace(whole.server, schedule="cosine")
 
 
 def test_recipe_table__compares_on_every_data_set() -> None:

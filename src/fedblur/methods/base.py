@@ -34,7 +34,7 @@ class Method:
     @property
     def steers_steps(self) -> bool:
         """Whether local steps differ with this method; if not, they are compiled without it and shared."""
-        hooks = ("views", "view", "adjust", "wrap_gradient", "gradient_term", "after_step")
+        hooks = ("views", "view", "adjust", "weigh", "wrap_gradient", "gradient_term", "after_step")
         return any(getattr(type(self), hook) is not getattr(Method, hook) for hook in hooks)
 
     @property
@@ -52,6 +52,10 @@ class Method:
     def adjust(self, logits: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
         """A step's logits [rows, classes] as the loss reads them; rows that are not valid are padding."""
         return logits
+
+    def weigh(self, logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        """How much each row counts in the loss's gradient, given the logits as the loss reads them; 0 is padding."""
+        return weights
 
     def wrap_gradient(self, gradient: Gradient) -> Gradient:
         """The loss's gradient as a function of the parameters, perhaps taken elsewhere (sharpness-aware steps)."""
