@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from fedblur.config import LocalTraining
-from fedblur.engines import LocalEngine, WorkerEngine, workers
+from fedblur.engines import LocalEngine, WorkerEngine
+from fedblur.engines import workers as engine_file
 from fedblur.engines.workers import _in_order, channels_last
 from fedblur.methods.blur import Blur
 from fedblur.methods.lus import Lus
@@ -140,8 +141,8 @@ def test_workers__memory_does_not_grow_with_the_cohort() -> None:
 def test_workers__free_memory_goes_back_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kept memory falls into pieces: a round of 1000 clients of CNN-B took up to 6.5 GiB instead of 2.4."""
     calls = []
-    monkeypatch.setattr(workers, "return_freed_memory", lambda: calls.append(1))
-    monkeypatch.setattr(workers, "_PLANNED", 3)
+    monkeypatch.setattr(engine_file, "return_freed_memory", lambda: calls.append(1))
+    monkeypatch.setattr(engine_file, "_PLANNED", 3)
     job, population = job_for(cnn()), packed(SIZES)
     outcome(WorkerEngine(population, 2, workers=2), job)
     assert len(calls) == 2  # 7 clients, after 3 and after 6

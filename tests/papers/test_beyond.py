@@ -34,8 +34,8 @@ def test_ablation__has_the_recipe_each_part_and_each_candidate_at_both_epsilons_
         seen = {(cell.config.epsilon, cell.config.seed) for cell in cells if cell.label == label}
         assert seen == {(epsilon, seed) for epsilon in (2.0, 8.0) for seed in (0, 1, 2)}
     words = (
-        "normalise", "GCE", "EMA", "last tenth", "adaptive", "BLUR", "LUS", "SAM", "mask", "denoising", "balance", "RDP",
-        "augmentation", "momentum", "cosine", "cohorts", "network",
+        "normalise", "GCE", "EMA", "last tenth", "adaptive", "BLUR", "LUS", "SAM", "mask", "denoising", "balance",
+        "RDP", "augmentation", "momentum", "cosine", "cohorts", "network",
     )  # fmt: skip
     assert all(any(word in label for label in private) for word in words)
 

@@ -24,7 +24,7 @@ def keep_freed_memory() -> bool:
 
 
 def return_freed_memory() -> None:
-    """Give back what is free all the same. Now and then: kept memory falls into pieces, and a long round's would grow."""
+    """Give back what is free all the same, now and then: kept memory falls into pieces, and a long round needs more."""
     if sys.platform.startswith("linux"):
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
