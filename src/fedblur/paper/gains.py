@@ -39,7 +39,12 @@ def gains(document: Document, table: str, method: str, baseline: str, part: Part
         if other is not None and seeds:
             points = statistics.mean(row.by_seed[seed] - other.by_seed[seed] for seed in seeds)
             found.append(Gain(row.axes, points, len(seeds)))
-    return found
+    return sorted(found, key=lambda gain: [_by_size(value) for value in gain.axes.values()])
+
+
+def _by_size(value: Any) -> tuple[float, str]:
+    """Numbers by size, then words."""
+    return (float(value), "") if isinstance(value, int | float) else (math.inf, str(value))
 
 
 def _wanted(row: Group, part: Part) -> bool:

@@ -32,8 +32,8 @@ def spent(document: Document) -> str:
     others = len(results) - len(on_gpu)
     return (
         f"{minutes(spent_seconds(document))} GPU minutes so far (rounds with their evaluations and compilation), for "
-        f"{len(on_gpu)}{f' on {machines}' if machines else ''}{f' and {others} on CPUs' if others else ''} of {total} "
-        f"cells, {when}."
+        f"{len(on_gpu)} of {total} cells{f' on {machines}' if machines else ''}"
+        f"{f' and {others} more on CPUs' if others else ''}, {when}."
     )
 
 
