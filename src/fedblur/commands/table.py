@@ -27,7 +27,7 @@ from fedblur.experiments import Cell, TimeLimit, aggregate, pending, run_cells
 from fedblur.forecast import Forecast, forecast
 from fedblur.report.progress import RunProgress
 from fedblur.report.table import print_whole, render, render_forecast
-from fedblur.results import Results, demand_folder
+from fedblur.results import Results, Stale, demand_folder
 from fedblur.spec import Spec, read_spec
 from fedblur.summary import SEEDED
 from fedblur.verification import compose, read_books
@@ -101,8 +101,12 @@ def _store(specs: list[Spec], given: Path | None, out: Path) -> Results:
 def _warn(store: Results, specs: list[Spec], console: Console) -> None:
     cells = [cell for spec in specs for cell in spec.cells]
     wanted, names = {cell.key: cell.config for cell in cells}, {cell.key: cell.name for cell in cells}
+    alike: dict[str, list[Stale]] = {}
     for stale in store.stale(wanted, names, [spec.name for spec in specs]):
-        console.print(f"{stale}; its cell is computed anew", markup=False, highlight=False, soft_wrap=True)
+        alike.setdefault(stale.reason, []).append(stale)
+    for first, *others in alike.values():
+        more = f"; and {len(others)} more like it" if others else ""
+        console.print(f"{first}{more}; it is not used", markup=False, highlight=False, soft_wrap=True)
 
 
 def _show(specs: list[Spec], store: Results, cells: Path, as_json: bool) -> None:
