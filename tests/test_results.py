@@ -87,7 +87,7 @@ def test_results__that_are_stale_for_one_reason_take_one_line(tmp_path: Path) ->
     _run(path)
     _write(tmp_path, "a.toml", SPEC.replace("rounds = 3", "rounds = 2"))
     output = _run(path, "--only", "BLUR | epsilon=8")
-    assert output.count("stale") == output.count("rounds: 3 -> 2; and 3 more like it; it is not used") == 1
+    assert output.count("stale: ") == output.count("rounds: 3 -> 2; and 3 more like it; it is not used") == 1
 
 
 def test_results__survive_settings_that_the_library_learns_later(tmp_path: Path) -> None:
