@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from fedblur.cli import app
 from fedblur.paper.document import read_document
 from fedblur.paper.render import render_page
 from fedblur.paper.spending import spent
+from fedblur.paper.words import in_order
 from fedblur.results import Results
 from fedblur.spec import Cell, read_spec
 from tests.paper.invented import CHENG, copy_of, invent
@@ -176,3 +178,9 @@ def test_page__a_folder_without_a_page_is_one_line(tmp_path: Path) -> None:
     answer = CliRunner().invoke(app, ["paper", str(tmp_path)])
     assert answer.exit_code == 2
     assert "paper.toml does not exist" in " ".join(answer.output.split())
+
+
+def test_order__what_is_not_set_then_numbers_by_size_then_words() -> None:
+    points = [["linear", 2], ["cosine", 10], [None, 3], [8, 1], [0.5, math.inf], ["cosine", 9]]
+    ordered = sorted(points, key=in_order)
+    assert ordered == [[None, 3], [0.5, math.inf], [8, 1], ["cosine", 9], ["cosine", 10], ["linear", 2]]

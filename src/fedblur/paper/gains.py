@@ -10,7 +10,7 @@ from typing import Any
 
 from fedblur.config import canonical
 from fedblur.paper.document import Document, Group
-from fedblur.paper.words import setting
+from fedblur.paper.words import in_order, setting
 
 Part = Mapping[str, Any]  # of a claim, as claims.toml has it
 
@@ -39,12 +39,7 @@ def gains(document: Document, table: str, method: str, baseline: str, part: Part
         if other is not None and seeds:
             points = statistics.mean(row.by_seed[seed] - other.by_seed[seed] for seed in seeds)
             found.append(Gain(row.axes, points, len(seeds)))
-    return sorted(found, key=lambda gain: [_by_size(value) for value in gain.axes.values()])
-
-
-def _by_size(value: Any) -> tuple[float, str]:
-    """Numbers by size, then words."""
-    return (float(value), "") if isinstance(value, int | float) else (math.inf, str(value))
+    return sorted(found, key=lambda gain: in_order(gain.axes.values()))
 
 
 def _wanted(row: Group, part: Part) -> bool:

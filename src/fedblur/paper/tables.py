@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 from fedblur.config import Config
 from fedblur.paper.document import Document, Group
 from fedblur.paper.tuning import tuning_state
-from fedblur.paper.words import grid, listed, number, setting, symbol
+from fedblur.paper.words import grid, in_order, listed, number, setting, symbol
 from fedblur.spec import Cell
 from fedblur.summary import SEEDED
 from fedblur.voting.summary import TRUST as VOTING_TRUST
@@ -73,7 +72,8 @@ def _clipped(rows: Sequence[Group]) -> str:
 def _pivot(document: Document, name: str, rows: Sequence[Group]) -> str:
     labels = list(dict.fromkeys(row.label for row in rows))
     axes = list(dict.fromkeys(axis for row in rows for axis in row.axes))
-    points = sorted({tuple((axis, row.axes.get(axis)) for axis in axes) for row in rows}, key=_order)
+    places = {tuple((axis, row.axes.get(axis)) for axis in axes) for row in rows}
+    points = sorted(places, key=lambda point: in_order(value for _, value in point))
     by_place = {(tuple((axis, row.axes.get(axis)) for axis in axes), row.label): row for row in rows}
     ratios = _ratios(document, name)
     if not axes:  # nothing but methods to compare: one below the other
@@ -97,10 +97,6 @@ def _list(document: Document, name: str, rows: Sequence[Group], ratios: dict[str
         ratio = ratios.get(row.cells[0].group)
         lines.append([row.label, "–" if ratio is None else f"{ratio:.2f}", _entry(document, name, row)])
     return grid(["", "R", "accuracy %"], lines)
-
-
-def _order(point: tuple[tuple[str, Any], ...]) -> tuple[float, ...]:
-    return tuple(-1.0 if value is None else float(value) for _, value in point)
 
 
 def _ratios(document: Document, name: str) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ SYMBOLS = {
     "local.steps": "Q",
     "sample_rate": "p",
     "server.learning_rate": "server step",
+    "server.schedule": "schedule",
+    "method.gce.power": "q",
     "rounds": "T",
     "clip_norm": "S",
     "seed": "seed",
@@ -30,6 +33,15 @@ def number(value: Any) -> str:
     if isinstance(value, float | int) and not isinstance(value, bool):
         return "∞" if value == float("inf") else f"{value:g}"
     return str(value)
+
+
+def in_order(values: Iterable[Any]) -> list[tuple[float, str]]:
+    """A key to sort settings by: what is not set first, then numbers by size, then words."""
+    found = []
+    for value in values:
+        size = -math.inf if value is None else float(value) if isinstance(value, int | float) else math.inf
+        found.append((size, value if isinstance(value, str) else ""))
+    return found
 
 
 def setting(axes: Mapping[str, Any]) -> str:
