@@ -85,7 +85,7 @@ class _Office:
         state = checkpoint.state
         student = Student(tensors["theta"], tensors["velocity"], state["steps"], state.get("share", 1.0))
         if "labels" in tensors:
-            labels, figures = tensors["labels"], checkpoint.state["local_only"]
+            labels, figures = tensors["labels"], state["local_only"]
         else:
             labels, figures = self._release(self._vote(), student)
         shutil.rmtree(self.local_only, ignore_errors=True)
