@@ -2,7 +2,8 @@
 
 The loss of a sample is (1 − p^q)/q with p the probability of its label: cross-entropy as q → 0, the mean absolute error
 at q = 1. Its gradient is p^q times that of cross-entropy. The idea: under cross-entropy a few samples of a client
-that look like another class can fill most of its clip norm, in directions that no other client shares. The clip comes later.
+that look like another class can fill most of its clip norm, in directions that no other client shares. The clip comes
+later.
 """
 
 from __future__ import annotations
