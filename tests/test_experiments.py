@@ -84,6 +84,8 @@ def test_table__prints_mean_and_spread_beside_the_papers_figure(spec_file: Path,
         ("[axes]\nseed = 3", "axes.seed=3 must be a list"),
         ("[[rows]]\nmethod = 'blur'", "needs a label"),
         ("[expected]\n'nobody' = 3.0", "is no row of the table"),
+        ("[shared.cnn]\nrounds = 2\n[[rows]]\nlabel = 'x'\nuse = ['cn']", "did you mean 'cnn'?"),
+        ("[shared.cnn]\nrounds = 2\n[[rows]]\nlabel = 'x'\nuse = 'cnn'", "use='cnn' of row 'x' must be a list"),
     ],
 )
 def test_spec__mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
@@ -98,6 +100,35 @@ def test_axes__reach_into_parts(tmp_path: Path) -> None:
         '[axes]\n"method.blur.strength" = [0.1, 0.8]\n[[rows]]\nlabel = "x"\nmethod = "blur"'
     )
     assert [cell.config.method[0].strength for cell in read_spec(tmp_path / "s.toml").cells] == [0.1, 0.8]
+
+
+def test_rows__put_shared_settings_over_the_base_and_their_own_over_those(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text("""
+[base]
+rounds = 5
+clip_norm = 0.1
+[shared.short]
+rounds = 2
+server = { name = "momentum", momentum = 0.8 }
+[shared.wide]
+clip_norm = 0.2
+[[rows]]
+label = "base"
+[[rows]]
+label = "shared"
+use = ["short", "wide"]
+"server.learning_rate" = 3.0
+[[rows]]
+label = "own"
+use = ["short"]
+rounds = 3
+axes = { "server.momentum" = [0.5] }
+""")
+    base, shared, own = (cell.config for cell in read_spec(tmp_path / "s.toml").cells)
+    assert (base.rounds, base.clip_norm) == (5, 0.1)
+    assert (shared.rounds, shared.clip_norm) == (2, 0.2)
+    assert (shared.server.learning_rate, shared.server.momentum) == (3.0, 0.8)
+    assert (own.rounds, own.clip_norm, own.server.momentum) == (3, 0.1, 0.5)
 
 
 def test_examples__every_configuration_in_the_repository_is_valid() -> None:

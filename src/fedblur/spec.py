@@ -3,9 +3,11 @@
 tuning = "..."             # how the settings were chosen, for the privacy statements
 results = "results"        # where results are kept, from this file's folder; tables of one paper share them
 [base]                     # the shared configuration
+[shared.NAME]              # settings of some rows, put over the base by `use = ["NAME", ...]`, in this order
 [axes]                     # cartesian; `seed` is averaged over, the others make the rows of the printed table
-[[rows]]                   # what is compared: a label and what differs from the base. A label may come again with
-                           # other `axes` of its own; `priority` says what is run first (1 before 2, 5 if not said)
+[[rows]]                   # what is compared: a label and what differs from the base; "server.momentum" = 0.5 changes
+                           # one setting of a part. A label may come again with other `axes` of its own; `priority` says
+                           # what is run first (1 before 2, 5 if not said)
 [expected]                 # a paper's figures, "LABEL | axis=value" = accuracy in percent, printed beside ours
 """
 
@@ -24,8 +26,8 @@ from fedblur.config import Config, apply_overrides, config_hash, from_dict
 from fedblur.errors import ConfigError, nearest
 from fedblur.plugins import read_config
 
-_SECTIONS = {"title", "note", "tuning", "results", "base", "axes", "rows", "expected"}
-_ROW = {"label", "axes", "priority"}  # the other keys of a row are settings
+_SECTIONS = {"title", "note", "tuning", "results", "base", "shared", "axes", "rows", "expected"}
+_ROW = {"label", "use", "axes", "priority"}  # the other keys of a row are settings
 _PRIORITY = 5
 
 
@@ -93,7 +95,7 @@ def read_spec(path: Path, overrides: Iterable[str] = ()) -> Spec:
         raise ConfigError(f"{path}: unknown section {unknown!r}: {nearest(unknown, _SECTIONS)}")
     cells: dict[tuple[str, str], Cell] = {}
     for row in table.get("rows") or [{"label": "run"}]:
-        for cell in _expand(path.stem, table.get("base", {}), table.get("axes", {}), row, list(overrides)):
+        for cell in _expand(path.stem, table, row, list(overrides)):
             cells.setdefault((cell.name, cell.key), cell)  # a row that comes again may overlap
     expected = table.get("expected", {})
     stray = next((key for key in expected if key not in {cell.group for cell in cells.values()}), None)
@@ -108,22 +110,40 @@ def read_spec(path: Path, overrides: Iterable[str] = ()) -> Spec:
     )  # fmt: skip
 
 
-def _expand(
-    table: str, base: Mapping[str, Any], axes: Mapping[str, list[Any]], row: Mapping[str, Any], overrides: list[str]
-) -> Iterator[Cell]:
+def _expand(name: str, table: Mapping[str, Any], row: Mapping[str, Any], overrides: list[str]) -> Iterator[Cell]:
     if not isinstance(row.get("label"), str):
         raise ConfigError(f"each of [[rows]] needs a label; {dict(row)!r} has none")
-    axes, priority = row.get("axes", axes), row.get("priority", _PRIORITY)
-    for name, values in axes.items():
+    axes, priority = row.get("axes", table.get("axes", {})), row.get("priority", _PRIORITY)
+    for axis, values in axes.items():
         if not isinstance(values, list) or not values:
-            raise ConfigError(f"axes.{name}={values!r} must be a list of at least one value, like {name} = [2, 4]")
+            raise ConfigError(f"axes.{axis}={values!r} must be a list of at least one value, like {axis} = [2, 4]")
     if not isinstance(priority, int):
         raise ConfigError(f"priority={priority!r} of row {row['label']!r} must be a whole number")
-    merged = {**base, **{key: value for key, value in row.items() if key not in _ROW}}
+    settings = _over({}, table.get("base", {}))
+    for part in (*_used(table.get("shared", {}), row), {key: row[key] for key in row if key not in _ROW}):
+        settings = _over(settings, part)
     for point in itertools.product(*axes.values()):
         chosen = dict(zip(axes, point, strict=True))
-        settings = apply_overrides(merged, [])
-        for name, value in chosen.items():  # dotted axes reach into parts: "method.blur.strength" = [0, 0.4]
+        config = from_dict(apply_overrides(_over(settings, chosen), overrides))
+        yield Cell(row["label"], chosen, config, name, priority)
+
+
+def _used(shared: Mapping[str, Mapping[str, Any]], row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    names = row.get("use", [])
+    if not isinstance(names, list):
+        raise ConfigError(f'use={names!r} of row {row["label"]!r} must be a list, like use = ["emnist", "cnn"]')
+    unknown = next((name for name in names if name not in shared), None)
+    if unknown is not None:
+        raise ConfigError(f"row {row['label']!r} uses {unknown!r}, which [shared] has not: {nearest(unknown, shared)}")
+    return [shared[name] for name in names]
+
+
+def _over(settings: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with changes; dotted ones reach into parts: "method.blur.strength" = 0.4."""
+    for name, value in changes.items():
+        if "." in name:
             written = json.dumps(value).replace("Infinity", "inf")  # as TOML has it
-            settings = apply_overrides(settings, [f"{name}={written}"]) if "." in name else settings | {name: value}
-        yield Cell(row["label"], chosen, from_dict(apply_overrides(settings, overrides)), table, priority)
+            settings = apply_overrides(settings, [f"{name}={written}"])
+        else:
+            settings = settings | {name: value}
+    return settings
