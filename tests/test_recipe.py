@@ -8,18 +8,20 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fedblur import recipe
+from fedblur import families, recipe
 from fedblur.cli import app
 from fedblur.config import Config, apply_overrides, config_hash, from_dict, to_dict
 from fedblur.data import federation
 from fedblur.errors import ConfigError
-from fedblur.recipe import ENOUGH_OF_LIMIT, LARGEST_COHORT, choose
+from fedblur.families import ENOUGH_OF_LIMIT, LARGEST_COHORT
+from fedblur.recipe import choose
 from fedblur.registry import build
 from fedblur.setup import plan_for
 from fedblur.summary import signal_to_noise
 
 EVERY = [
     ("emnist", None), ("femnist", 3200), ("mnist", 480), ("cifar10", 5000), ("digits", None), ("synthetic", None),
+    ("plays", 805),
 ]  # fmt: skip
 
 
@@ -41,9 +43,9 @@ def test_recipe__gives_a_valid_configuration_for_every_data_set_without_its_data
             monkeypatch.setattr(part, "load", never)
     settings = table(dataset=dataset, epsilon=epsilon) | ({} if clients is None else {"clients": clients})
     config, chosen = from_dict(settings), choose(settings)
-    assert config.server.part_name == "momentum"
-    fixed = config.model.part_name in ("glyphs", "leaves")
-    assert config.server.schedule == ("linear" if fixed else "cosine")
+    assert config.server.part_name == ("sgd" if dataset == "plays" else "momentum")
+    falls_in_a_line = config.model.part_name in ("glyphs", "leaves", "char_mlp")
+    assert config.server.schedule == ("linear" if falls_in_a_line else "cosine")
     assert config.sample_rate * chosen.clients <= LARGEST_COHORT
     plan = plan_for(config, chosen.clients, chosen.parameters)
     assert signal_to_noise(plan, chosen.parameters) == pytest.approx(chosen.signal_to_noise, rel=1e-3)  # R of the run
@@ -58,7 +60,7 @@ def test_recipe__is_what_its_settings_are_spelled_out() -> None:
 def test_recipe__takes_the_largest_model_with_enough_signal() -> None:
     small, large = (choose(table(dataset="emnist", epsilon=epsilon)) for epsilon in (1.25, 8.0))
     assert (small.parameters, large.parameters) == (7_998, 15_934)
-    assert small.signal_to_noise >= recipe._CHARACTERS.enough_signal
+    assert small.signal_to_noise >= families.CHARACTERS.enough_signal
     sizes = [choose(table(dataset="emnist", epsilon=e)).parameters for e in (0.25, 0.5, 1.0, 2.0, 4.0, math.inf)]
     assert sizes == sorted(sizes)
     assert sizes[0] == 7_998
@@ -69,9 +71,9 @@ def test_recipe__takes_the_largest_model_with_enough_signal() -> None:
 
 def test_recipe__shortens_the_server_step_where_noise_would_lead_it() -> None:
     weak = choose(table(dataset="mnist", clients=480, epsilon=2.0))
-    assert weak.signal_to_noise < recipe._CHARACTERS.full_signal
-    share = weak.settings["server"]["learning_rate"] / recipe._CHARACTERS.server_rate
-    assert share == pytest.approx(weak.signal_to_noise / recipe._CHARACTERS.full_signal, rel=5e-3)
+    assert weak.signal_to_noise < families.CHARACTERS.full_signal
+    share = weak.settings["server"]["learning_rate"] / families.CHARACTERS.server_rate
+    assert share == pytest.approx(weak.signal_to_noise / families.CHARACTERS.full_signal, rel=5e-3)
     halved = choose(table(dataset="emnist", epsilon=8.0, clip_norm=0.2))
     whole = choose(table(dataset="emnist", epsilon=8.0)).settings["server"]["learning_rate"]
     assert halved.settings["server"]["learning_rate"] == pytest.approx(whole / 2, rel=5e-3)  # S·η_g stays
@@ -100,15 +102,16 @@ def test_recipe__lets_the_users_settings_win_and_says_so() -> None:
 @pytest.mark.parametrize(
     ("dataset", "model", "kind"),
     [
-        ("emnist", "leaves", recipe._PHOTOGRAPHS),
-        ("emnist", {"features": 64}, recipe._CHARACTERS),
-        ("emnist", "gn_cnn", recipe._GREY_NETWORKS),
-        ("cifar10", {"channels": 64}, recipe._PHOTOGRAPHS),
-        ("cifar10", "gn_cnn", recipe._COLOUR_NETWORKS),
+        ("emnist", "leaves", families.PHOTOGRAPHS),
+        ("emnist", {"features": 64}, families.CHARACTERS),
+        ("emnist", "gn_cnn", families.GREY_NETWORKS),
+        ("cifar10", {"channels": 64}, families.PHOTOGRAPHS),
+        ("cifar10", "gn_cnn", families.COLOUR_NETWORKS),
+        ("synthetic", "char_mlp", families.TEXT),
     ],
 )
 def test_recipe__the_rest_of_the_rule_follows_a_model_that_is_given(
-    dataset: str, model: Any, kind: recipe.Family
+    dataset: str, model: Any, kind: families.Family
 ) -> None:
     settings = choose(table(dataset=dataset, clients=5000, epsilon=8.0, model=model)).settings
     assert settings["local"]["steps"] == kind.local_steps
@@ -190,24 +193,33 @@ def test_run__follows_a_recipe_on_the_command_line(tmp_path: Path) -> None:
 def test_page__states_the_numbers_of_the_table() -> None:
     """docs/recipe.md is the rule in words; its numbers are the table's."""
     page = " ".join((Path(__file__).resolve().parents[1] / "docs" / "recipe.md").read_text().split())
-    grey, colour, features = recipe._CHARACTERS, recipe._PHOTOGRAPHS, recipe._FEATURES
+    grey, colour, features, text = families.CHARACTERS, families.PHOTOGRAPHS, families.FEATURES, families.TEXT
     own = {name: getattr(grey, name) for name in ("what", "models", "enough_signal", "full_signal")}
     assert replace(colour, **own) == grey  # the page has one set of numbers for images, but for these
-    assert f"η_g is {grey.server_rate} (images) or {features.server_rate} (features)" in page
-    assert f"{grey.rounds} rounds for images, {features.rounds} for features" in page
+    assert (
+        f"η_g is {grey.server_rate} (images) or {features.server_rate} (features), {text.server_rate:g} for text"
+        in page
+    )
+    assert f"{grey.rounds} rounds for images, {features.rounds} for features and text" in page
+    assert text.rounds == features.rounds
     assert f"{grey.local_steps} step of {grey.local_rate:g} on all that a client has, up to {grey.batch_size}" in page
     assert f"{features.local_steps} steps of {features.local_rate} on batches of {features.batch_size}" in page
     assert f"R/{grey.full_signal:g} (grey images), R/{colour.full_signal:g} (colour images) or" in page
     assert f"or R/{features.full_signal:g} (features) where R is below" in page
-    mine, other = recipe._GREY_NETWORKS, recipe._COLOUR_NETWORKS
+    assert f"Text: {text.local_steps} steps of {text.local_rate} on batches of {text.batch_size}" in page
+    assert f"Momentum {grey.momentum} (text: none)" in page
+    assert not text.momentum
+    assert f"for text R/{text.full_signal:g}" in page
+    assert text.enough_signal == features.enough_signal
+    mine, other = families.GREY_NETWORKS, families.COLOUR_NETWORKS
     assert f"{mine.local_steps} steps of {mine.local_rate}, {mine.rounds} rounds, augmentation" in page
     assert f"R/{mine.full_signal:g} below R = {mine.full_signal:g}) or {other.server_rate} (colour" in page
-    assert ", ".join(f"{rate:g}" for rate in recipe.SAMPLE_RATES) in page
+    assert ", ".join(f"{rate:g}" for rate in families.SAMPLE_RATES) in page
     assert f"{100 * ENOUGH_OF_LIMIT:.0f} % of the R of p = 1, with cohorts of at most {LARGEST_COHORT:.0f}" in page
-    assert f"down to {recipe.FEWEST_ROUNDS}, where p·N·T·Q would pass {recipe.MOST_WORK:,.0f}" in page
-    assert f"**S = {recipe.CLIP_NORM}.**" in page
+    assert f"down to {families.FEWEST_ROUNDS}, where p·N·T·Q would pass {families.MOST_WORK:,.0f}" in page
+    assert f"**S = {families.CLIP_NORM}.**" in page
     assert f"R ≥ {grey.enough_signal:g} (grey images) or R ≥ {features.enough_signal:g}" in page
     assert colour.enough_signal == features.enough_signal
-    for kind, shape, classes in ((grey, (1, 28, 28), 62), (colour, (3, 32, 32), 10)):
+    for kind, shape, classes in ((grey, (1, 28, 28), 62), (colour, (3, 32, 32), 10), (text, (8,), 36)):
         sizes = [recipe._parameters(build("model", model), shape, classes) for model in kind.models]
         assert ", ".join(f"{round(size / 1000)}k" for size in sizes) in page

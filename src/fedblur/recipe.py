@@ -1,7 +1,7 @@
 """`recipe = "best"`: settings for the most accurate model that an epsilon buys, before anyone trains.
 
 In: what is public, the shape of a sample, the number of classes, N, epsilon and delta. Out: settings, each with its
-reason. No data are looked at. The rule is documented in docs/recipe.md; all of its numbers are in the table below. A
+reason. No data are looked at. The rule is documented in docs/recipe.md; all of its numbers are in `families.py`. A
 setting that the user gives wins, and the rest of the rule follows it.
 """
 
@@ -10,92 +10,24 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from fedblur.data.partition import Natural
 from fedblur.data.raw import Dataset, Form
 from fedblur.errors import ConfigError, PrivacyError, nearest
+from fedblur.families import (
+    CLIP_NORM,
+    DEFAULT_EPSILON,
+    ENOUGH_OF_LIMIT,
+    FEWEST_ROUNDS,
+    LARGEST_COHORT,
+    MOST_WORK,
+    SAMPLE_RATES,
+    family,
+)
 from fedblur.planning import Setting, plan_of, signal_to_noise
 from fedblur.registry import build
-
-# --- the table: everything that the rule knows ---
-
-
-@dataclass(frozen=True)
-class Family:
-    """What suits one kind of data."""
-
-    what: str
-    models: tuple[dict[str, Any], ...]  # the largest first
-    method: tuple[dict[str, Any], ...]
-    server_rate: float  # η_g at S = CLIP_NORM, T = rounds and R of at least full_signal
-    rounds: int  # T, where the work allows
-    views: str = "views of a client's own samples cost no privacy"  # why these methods
-    enough_signal: float = 8.0  # R: the largest model that has it is taken
-    full_signal: float = 8.0  # R; below it the server steps shorter
-    local_rate: float = 0.1  # η_l
-    local_steps: int = 3  # Q
-    batch_size: int = 32
-    schedule: str = "cosine"
-
-
-_CHARACTERS = Family(
-    "grey images",
-    models=tuple({"name": "glyphs", "features": features} for features in (256, 128)),
-    method=(),
-    server_rate=4.0,
-    rounds=500,
-    views="features are fixed, so each sample is looked at once",
-    enough_signal=12.0,
-    full_signal=35.0,
-    local_rate=1.0,
-    local_steps=1,
-    batch_size=256,
-    schedule="linear",
-)
-_PHOTOGRAPHS = replace(
-    _CHARACTERS,
-    what="colour images",
-    models=tuple({"name": "leaves", "channels": channels} for channels in (256, 128, 64)),
-    enough_signal=8.0,
-    full_signal=60.0,
-)
-_FIXED = {"glyphs": _CHARACTERS, "leaves": _PHOTOGRAPHS}  # by the model that begins with fixed features
-_GREY_NETWORKS = Family(  # where the user gives another model for grey images
-    "grey images, a network of your own",
-    models=({"name": "gn_resnet"},),
-    method=({"name": "augment", "shift": 0.07, "rotation": 10.0, "scale": 0.1, "shear": 0.1, "warp": 0.02},),
-    server_rate=4.0,
-    rounds=1000,
-    full_signal=20.0,
-)
-_COLOUR_NETWORKS = Family(
-    "colour images, a network of your own",
-    models=({"name": "gn_resnet", "stem": 24, "widths": [32, 64], "kernel": 3},),
-    method=({"name": "augment", "shift": 0.1, "flip": True},),
-    server_rate=1.5,
-    rounds=1000,
-)
-_FEATURES = Family(
-    "plain features",
-    models=({"name": "mlp", "hidden": [64]}, {"name": "mlp", "hidden": [32]}, {"name": "logistic"}),
-    method=(),
-    server_rate=1.0,
-    rounds=300,
-    views="views are for images; DP-FedAvg otherwise",
-)
-SMALLEST_IMAGE = 16  # a side; what is smaller is treated as plain features
-CLIP_NORM = 0.1  # S; only S·η_g matters where all updates are clipped
-SAMPLE_RATES = (0.1, 0.2, 0.5, 1.0)  # p, the smallest that wins ENOUGH_OF_LIMIT of what p = 1 would give
-ENOUGH_OF_LIMIT = 0.9
-LARGEST_COHORT = 1000.0  # p·N, for the sake of time
-FEWEST_ROUNDS = 300  # T, however much work they are
-MOST_WORK = 2_000_000.0  # p·N·T·Q, local steps of all clients: minutes on one GPU
-DEFAULT_EPSILON = 2.0  # as in the configuration
-SERVER = {"name": "momentum", "momentum": 0.9}
-
-# --- the rule ---
 
 
 @dataclass(frozen=True)
@@ -151,7 +83,7 @@ class _Rule:
         self.given = table
         self.shape, self.classes = form or _form(table)
         self.clients = _clients(table)
-        self.family = family(self.shape, table.get("model"))
+        self.family = family(self.shape, table.get("model"), form is None and _dataset(table).text)
         self.choices: dict[str, Choice] = {}
 
     def recipe(self) -> Recipe:
@@ -182,7 +114,7 @@ class _Rule:
             "batch_size": self.family.batch_size,
             "learning_rate": self.family.local_rate,
         }
-        words = "few local steps keep clients' updates alike; a batch is all that a client has, up to its size"
+        words = f"{self.family.training}; a batch is all that a client has, up to its size"
         self.steps = int(self._choose("local", local, words).get("steps", self.family.local_steps))
 
     def _sampling(self) -> None:
@@ -245,9 +177,11 @@ class _Rule:
         held = min(1.0, ratio / self.family.full_signal)
         scale = 1.0 if math.isinf(clip) else CLIP_NORM / clip
         rate = float(f"{self.family.server_rate * math.sqrt(self.family.rounds / self.rounds) * scale * held:.3g}")
-        words = "momentum averages the noise of rounds, and the schedule ends at rest"
+        words = "momentum averages the noise of rounds, and " if self.family.momentum else ""
+        words += "the schedule ends at rest"
         less = f"; {100 * held:.0f} % of the full step, since R is {ratio:.1f}" if held < 1 else ""
-        server = {**SERVER, "schedule": self.family.schedule, "learning_rate": rate}
+        kind = {"name": "momentum", "momentum": self.family.momentum} if self.family.momentum else {"name": "sgd"}
+        server = {**kind, "schedule": self.family.schedule, "learning_rate": rate}
         self._choose("server", server, words + less)
 
 
@@ -258,23 +192,12 @@ def _parameters(model: Any, shape: tuple[int, ...], classes: int) -> int:
     return sum(weight.numel() for weight in weights if weight.requires_grad)
 
 
-def family(shape: tuple[int, ...], model: Any = None) -> Family:
-    """What kind of data a sample of this shape is, and what suits it together with a model that is given."""
-    if len(shape) != 3 or min(shape[1:]) < SMALLEST_IMAGE:
-        return _FEATURES
-    own = None if model is None or (isinstance(model, Mapping) and "name" not in model) else build("model", model)
-    if own is None:
-        return _CHARACTERS if shape[0] == 1 else _PHOTOGRAPHS
-    return _FIXED.get(own.part_name) or (_GREY_NETWORKS if shape[0] == 1 else _COLOUR_NETWORKS)
+def _dataset(table: Mapping[str, Any]) -> Any:
+    return build("dataset", table.get("dataset", "digits"))
 
 
 def _form(table: Mapping[str, Any]) -> Form:
-    data = build("dataset", table.get("dataset", "digits"))
-    if data.text:
-        raise ConfigError(
-            f"recipe='best' is a rule for images and numbers, and {data.part_name} is text; drop it and start from "
-            "examples/text.toml"
-        )
+    data = _dataset(table)
     form: Form | None = data.form()
     if form is None:
         raise ConfigError(
@@ -287,7 +210,7 @@ def _clients(table: Mapping[str, Any]) -> int:
     """N, which is public: as given, or as the data set cuts its clients."""
     if table.get("clients") is not None:
         return int(table["clients"])
-    data = build("dataset", table.get("dataset", "digits"))
+    data = _dataset(table)
     partition = build("partition", table.get("partition") or data.default_partition)
     natural = isinstance(data, Dataset) and isinstance(partition, Natural)
     if natural or data.default_clients is None:

@@ -79,7 +79,7 @@ def test_text__trains_with_user_level_privacy_to_a_better_loss_than_its_start(
 def test_text_page__its_commands_run_and_its_figures_are_those_of_the_data(plays: Federation, tmp_path: Path) -> None:
     page = (CONFIG.parents[1] / "docs/text.md").read_text(encoding="utf-8")
     commands = re.findall(r"^fedblur ([^\n#]+)", page, re.MULTILINE)
-    assert len(commands) == 3
+    assert len(commands) == 4
     for number, command in enumerate(commands):
         words = [str(CONFIG) if word == "examples/text.toml" else word for word in command.split()]
         short = ["--rounds", "1", "--set", "local.steps=1", "--out", str(tmp_path / str(number))]
@@ -116,10 +116,12 @@ def test_text__parts_for_images_are_refused_before_anything_is_spent(
     assert not (tmp_path / "run").exists()
 
 
-def test_text__the_recipe_says_that_it_has_no_rule() -> None:
-    result = CliRunner().invoke(app, ["plan", "--recipe", "best", "--dataset", "plays", "--epsilon", "8"])
-    assert result.exit_code == 2
-    assert "examples/text.toml" in result.stderr
+def test_text__has_a_recipe_of_its_own() -> None:
+    flags = ["plan", "--recipe", "best", "--dataset", "plays", "--clients", "805", "--epsilon"]
+    weak, strong = (CliRunner().invoke(app, [*flags, epsilon]).output for epsilon in ("2", "8"))
+    assert 'model = { name = "char_mlp", hidden = 32 }: for text, 3,556 parameters' in weak
+    assert 'model = { name = "char_mlp", hidden = 64 }: for text, 6,788 parameters' in strong
+    assert "clients have much text" in strong
 
 
 def test_text__own_tokens_as_floats_are_read_and_numbers_are_refused(tmp_path: Path) -> None:
