@@ -85,6 +85,8 @@ def test_table__prints_mean_and_spread_beside_the_papers_figure(spec_file: Path,
         ("[[rows]]\nmethod = 'blur'", "needs a label"),
         ("[expected]\n'nobody' = 3.0", "is no row of the table"),
         ("[shared.cnn]\nrounds = 2\n[[rows]]\nlabel = 'x'\nuse = ['cn']", "did you mean 'cnn'?"),
+        ("base = 3", "base = 3 must be a section"),
+        ("[shared]\ncnn = 3", "shared.cnn = 3 must be a section, [shared.cnn]"),
         ("[shared.cnn]\nrounds = 2\n[[rows]]\nlabel = 'x'\nuse = 'cnn'", "use='cnn' of row 'x' must be a list"),
     ],
 )

@@ -93,6 +93,7 @@ def read_spec(path: Path, overrides: Iterable[str] = ()) -> Spec:
         raise ConfigError(f"{path} is the configuration of one run; start it with: fedblur run {path}")
     if unknown is not None:
         raise ConfigError(f"{path}: unknown section {unknown!r}: {nearest(unknown, _SECTIONS)}")
+    _demand_tables(path, table)
     cells: dict[tuple[str, str], Cell] = {}
     for row in table.get("rows") or [{"label": "run"}]:
         for cell in _expand(path.stem, table, row, list(overrides)):
@@ -108,6 +109,15 @@ def read_spec(path: Path, overrides: Iterable[str] = ()) -> Spec:
         path.stem, table.get("title", path.stem), table.get("note", ""), tuple(cells.values()), expected, results,
         table.get("tuning", ""),
     )  # fmt: skip
+
+
+def _demand_tables(path: Path, table: Mapping[str, Any]) -> None:
+    sections = {name: table.get(name, {}) for name in ("base", "shared", "axes", "expected")}
+    if isinstance(sections["shared"], Mapping):
+        sections |= {f"shared.{name}": value for name, value in sections["shared"].items()}
+    wrong = next((name for name, value in sections.items() if not isinstance(value, Mapping)), None)
+    if wrong is not None:
+        raise ConfigError(f"{path}: {wrong} = {sections[wrong]!r} must be a section, [{wrong}] with settings below it")
 
 
 def _expand(name: str, table: Mapping[str, Any], row: Mapping[str, Any], overrides: list[str]) -> Iterator[Cell]:
