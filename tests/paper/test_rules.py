@@ -103,6 +103,17 @@ def test_larger__compares_cells_that_differ_in_the_model_alone(tmp_path: Path) -
     assert _verdict(read_document(folder), "C3") == "not yet measured"
 
 
+def test_steadier__says_of_a_steady_line_that_it_is_the_lower_one(tmp_path: Path) -> None:
+    def accuracy(cell: Cell) -> float | None:
+        falling = 0.5 - 0.001 * cell.config.local.steps
+        return {"DP-FedAvg": falling, "BLUR + LUS": 0.4}.get(cell.label) if cell.table == "fig-steps" else None
+
+    found = next(v for v in verdicts(_document(tmp_path, accuracy)) if v.name == "C9").findings[0]
+    assert found.verdict == "holds"
+    assert "falls by 0.00 points, DP-FedAvg by 5.50" in found.evidence
+    assert found.evidence.endswith("BLUR + LUS is the more accurate at 0 of 6 values")
+
+
 def test_rule__an_unknown_one_is_refused(tmp_path: Path) -> None:
     folder = copy_of(CHENG, tmp_path / "papers")
     claims = folder / "page" / "claims.toml"

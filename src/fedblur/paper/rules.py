@@ -153,6 +153,8 @@ def steadier_rule(document: Document, part: Part) -> Finding:
     verb = "falls by" if measure == "fall" else "moves by"
     where = f"over {setting({axis: shared[0]})} to {shared[-1]:g}"
     evidence = f"{part['method']} {verb} {moves[0]:.2f} points, {part['baseline']} by {moves[1]:.2f}, {where}"
+    above = sum(lines[0][x] > lines[1][x] for x in shared)  # a line may be steady because it is low
+    evidence += f"; {part['method']} is the more accurate at {above} of {len(shared)} values"
     return Finding(judge([moves[1] - moves[0]]), rule, evidence, narrow, part.get("counts", True))
 
 
