@@ -92,13 +92,14 @@ def _save(drawing: Drawing) -> None:
 
 
 def _axis_series(document: Document, plot: Plot) -> Series:
-    """By method: [value, accuracy, curve] of one seed or the mean; a method without the axis stands at `start`."""
+    """By method: [value, accuracy, curve, spread] of one seed or the mean; one without the axis stands at `start`."""
     found: Series = {}
     for row in document.groups(plot["table"]):
         if row.accuracy is not None:
             value = row.axes.get(plot["axis"], plot.get("start"))
             label = plot.get("joined", row.label)
-            found.setdefault(label, []).append([value, round(row.accuracy, 3), row.results[0]["curve"]])
+            point = [value, round(row.accuracy, 3), row.results[0]["curve"], round(row.spread or 0.0, 3)]
+            found.setdefault(label, []).append(point)
     return {label: sorted(points, key=lambda point: float(point[0])) for label, points in found.items()}
 
 
@@ -138,20 +139,33 @@ def _draw_axis(figure: Figure, plot: Plot, series: Series) -> None:
 def _lines(axes: Axes, plot: Plot, series: Series) -> None:
     for index, (label, points) in enumerate(series.items()):
         places = [number(point[0]) for point in points] if plot.get("spaced") else [float(p[0]) for p in points]
-        axes.plot(places, [point[1] for point in points], marker="o", color=COLOURS[index % len(COLOURS)], label=label)
+        axes.errorbar(
+            places, [point[1] for point in points], yerr=[point[3] for point in points], marker="o", capsize=2,
+            color=COLOURS[index % len(COLOURS)], label=label,
+        )  # fmt: skip
     axes.set(xlabel=symbol(plot["axis"]), ylabel="accuracy % (test, final round)", title=plot["title"])
     axes.legend()
 
 
 def _draw_dots(figure: Figure, plot: Plot, series: Series) -> None:
-    """One line for each method, a dot for each value of the axis: for tables with many methods."""
+    """One line for each method, a dot with its spread for each value of the axis: for tables with many methods.
+
+    Those of the first method go on as lines, to compare with.
+    """
     figure.set_size_inches(9.5, 1.2 + 0.22 * len(series))
     axes = figure.subplots()
     values = list(dict.fromkeys(point[0] for points in series.values() for point in points))
     for index, value in enumerate(sorted(values, key=float)):
-        dots = [(point[1], label) for label, points in series.items() for point in points if point[0] == value]
-        name = f"{symbol(plot['axis'])} = {number(value)}"
-        axes.plot(*zip(*dots, strict=True), "o", color=COLOURS[index % len(COLOURS)], label=name)
+        dots = [
+            (point[1], row, point[3]) for row, points in enumerate(series.values()) for point in points
+            if point[0] == value
+        ]  # fmt: skip
+        places, rows, spreads = zip(*dots, strict=True)
+        colour, name = COLOURS[index % len(COLOURS)], f"{symbol(plot['axis'])} = {number(value)}"
+        axes.errorbar(places, rows, xerr=spreads, fmt="o", markersize=4, capsize=2, color=colour, label=name)
+        if rows[0] == 0:
+            axes.axvline(places[0], color=colour, linewidth=0.8, linestyle="--", zorder=0)
+    axes.set_yticks(range(len(series)), list(series))
     axes.set(xlabel="accuracy % (test, final round)", title=plot["title"])
     axes.invert_yaxis()
     axes.legend(loc="lower left")
