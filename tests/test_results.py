@@ -166,6 +166,18 @@ def test_table__narrow_terminals_cut_nothing_off(tmp_path: Path, monkeypatch: py
         assert next(line.rstrip()[-1] for line in output.splitlines() if " another " in line) in "%n"  # unknown, or %
 
 
+def test_footer__tells_how_every_row_was_sampled_not_only_the_first(tmp_path: Path) -> None:
+    rates = "axes = {{ sample_rate = {rates}, seed = [0] }}\n"
+    text = 'results = "kept"\n[base]\nrounds = 1\n[[rows]]\nlabel = "x"\n'
+    few = " ".join(_run(_write(tmp_path, "a.toml", text + rates.format(rates=[0.1, 0.5]))).split())
+    assert (
+        "joins a round with probability 0.1; or Poisson: each of 359 clients joins a round with probability 0.5" in few
+    )
+    assert few.count("359 clients.") == 1  # what rows share is said once
+    many = " ".join(_run(_write(tmp_path, "b.toml", text + rates.format(rates=[0.1, 0.2, 0.3, 0.5]))).split())
+    assert "probability 0.1; or 3 others (each run's statement has its own)" in many
+
+
 def test_table__several_files_run_in_one_process_and_print_each(tmp_path: Path) -> None:
     first, second = _write(tmp_path, "a.toml", SPEC), _write(tmp_path, "b.toml", SPEC.replace('"one"', '"two"'))
     output = _run(first, str(second), "--set", "rounds=2")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,6 +32,7 @@ from fedblur.spec import Spec, read_spec
 from fedblur.summary import SEEDED
 from fedblur.verification import compose, read_books
 
+_SHOWN = 3  # different values of one thing below a table
 SEEDS = " (seeds make a table reproducible; leave the seed out to protect people)."
 
 
@@ -184,15 +185,25 @@ class TableProgress:
 def _footer(members: list[dict[str, Any]], note: str) -> list[str]:
     """What a reader of the table must know; taken from the results, so that it cannot be forgotten."""
     notes = sorted({member["data_note"] for member in members if member["data_note"]})
-    warnings = sorted({member["privacy"]["warning"] for member in members if member["privacy"]["warning"]})
-    trust = sorted({member["privacy"]["trust_model"] for member in members})
-    privacy = members[0]["privacy"]
-    accountants = " and ".join(sorted({member["privacy"]["accountant"].upper() for member in members}))
+    privacy = [member["privacy"] for member in members]
+    warnings = sorted({part["warning"] for part in privacy if part["warning"]})
+    data = _either(f"{member['data']}, {member['clients']} clients" for member in members)
+    delta = _either(f"{part['delta']:.3g}" for part in privacy)
+    accountants = " and ".join(sorted({part["accountant"].upper() for part in privacy}))
+    adjacency, sampling, trust, tuning = (
+        _either(part[key] for part in privacy) for key in ("adjacency", "sampling", "trust_model", "tuning")
+    )
     return [
-        f"Final round, {members[0]['evaluated_on']} data; {members[0]['data']}, {members[0]['clients']} clients. "
-        f"δ = {privacy['delta']:.3g}, {accountants}, {privacy['adjacency']}, {privacy['sampling']}. "
-        f"Trust: {'; or '.join(trust)}. {privacy['tuning']}.",
+        f"Final round, {_either(member['evaluated_on'] for member in members)} data; {data}. "
+        f"δ = {delta}, {accountants}, {adjacency}, {sampling}. Trust: {trust}. {tuning}.",
         *notes,
         *([note] if note else []),
         *(f"{warning}{SEEDS if warning == SEEDED else '.'}" for warning in warnings),
     ]
+
+
+def _either(values: Iterable[str]) -> str:
+    """All that rows of a table have; of very many the first, and how many more."""
+    found = list(dict.fromkeys(values))
+    shown = found if len(found) <= _SHOWN else [found[0], f"{len(found) - 1} others (each run's statement has its own)"]
+    return "; or ".join(shown)
