@@ -14,7 +14,10 @@ from fedblur.cli import app
 from fedblur.data.plays import LETTERS, Plays, encode, speakers
 from fedblur.data.population import Federation, Packed, is_text
 from fedblur.errors import ConfigError, ModelError
+from fedblur.experiments import aggregate
+from fedblur.results import Results
 from fedblur.setup import Machine
+from fedblur.spec import read_spec
 
 CONFIG = Path(__file__).resolve().parents[2] / "examples/text.toml"
 
@@ -87,6 +90,17 @@ def test_text_page__its_commands_run_and_its_figures_are_those_of_the_data(plays
         assert result.exit_code == 0, result.output
     shown = [len(plays.test), math.log(len(LETTERS)), frequencies(plays), plays.train.clients]
     assert all(text in page for text in (f"{shown[0]:,}", f"{shown[1]:.3f}", f"{shown[2]:.3f}", f"1/{shown[3]}"))
+
+
+def test_text_page__the_recipes_figures_are_those_of_its_table() -> None:
+    root = CONFIG.parents[1]
+    spec = read_spec(root / "papers/beyond/plays.toml")
+    assert spec.results is not None
+    found = [line for line in aggregate(spec, Results(spec.results).found) if line.label == "best recipe"]
+    page = (root / "docs/text.md").read_text(encoding="utf-8")
+    assert [line.seeds for line in found] == [3, 3]
+    for line in found:
+        assert f"{line.accuracy:.1f} ± {line.spread:.1f} % at ε = {line.axes['epsilon']}" in page
 
 
 def test_char_mlp__starts_with_all_characters_alike(plays: Federation) -> None:
