@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fedblur.claims import claim
 from fedblur.costs import COMPILING, estimate, program
 from fedblur.engines.distributed import demand_one_process
+from fedblur.errors import RunError
 from fedblur.results import Result, Results, hardware, make_result
 from fedblur.runfolder import RunFolder
 from fedblur.setup import Machine
@@ -74,7 +76,9 @@ def run_table(
 ) -> dict[str, Result]:
     """Run every cell that has no result yet; a cell that was stopped goes on. Returns results by key."""
     results = Results(spec.results or out / "results")
-    run_cells(pending([spec], results.found), results, out / "cells", machine, watch, spec.cells)
+    left = run_cells(pending([spec], results.found), results, out / "cells", machine, watch, spec.cells)
+    if left:
+        raise RunError(f"{len(left)} cells of {spec.title} are being computed by another process; wait for it")
     return {cell.key: results.found[cell.key] for cell in spec.cells}
 
 
@@ -87,25 +91,34 @@ def run_cells(
     among: Iterable[Cell] = (),
     limit: TimeLimit | None = None,
 ) -> list[Cell]:
-    """Run these cells in order, as far as the time allows; returns those that are left. `among` numbers them."""
+    """Run these cells in order, as far as the time allows; returns those that are left. `among` numbers them.
+
+    Cells that another process computes at the moment are left to it.
+    """
     demand_one_process("a table")
     limit, numbers = limit or TimeLimit(), {cell.key: number for number, cell in reversed([*enumerate(among)])}
     device, left = machine.torch_device().type, []
     for cell in cells:
-        if not limit.allows(_seconds(cell, results, device, limit)):
-            left.append(cell)
-            continue
-        limit.programs.add(program(cell.config))
-        watcher = watch(cell, numbers.get(cell.key, 0))
-        try:
-            run = _run_cell(cell, runs / cell.key, machine, limit.watch(watcher))
-        except TimeIsUp:
-            left.append(cell)
-            continue
-        where = {"machine": machine.torch_device().type, "hardware": hardware(machine.torch_device())}
-        about = {"table": cell.table, "cell": cell.name, "label": cell.label, "axes": cell.axes, **where}
-        results.write(cell.key, make_result(about, cell.config, run.summary, run.rounds))
-    return left
+        with claim(runs, cell.key) as mine:
+            if results.appeared(cell.key):  # another command has computed it meanwhile
+                continue
+            if not mine or not limit.allows(_seconds(cell, results, device, limit)):
+                left.append(cell)
+                continue
+            limit.programs.add(program(cell.config))
+            watcher = watch(cell, numbers.get(cell.key, 0))
+            try:
+                run = _run_cell(cell, runs / cell.key, machine, limit.watch(watcher))
+            except TimeIsUp:
+                left.append(cell)
+                continue
+            results.write(cell.key, make_result(_about(cell, machine), cell.config, run.summary, run.rounds))
+    return [cell for cell in left if not results.appeared(cell.key)]
+
+
+def _about(cell: Cell, machine: Machine) -> Result:
+    where = {"machine": machine.torch_device().type, "hardware": hardware(machine.torch_device())}
+    return {"table": cell.table, "cell": cell.name, "label": cell.label, "axes": cell.axes, **where}
 
 
 def _seconds(cell: Cell, results: Results, device: str, limit: TimeLimit) -> float | None:

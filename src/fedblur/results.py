@@ -60,6 +60,13 @@ class Results:
         else:
             self.found[key], self.paths[key] = result, path
 
+    def appeared(self, key: str) -> bool:
+        """Whether there is a result by now; another process may have written it since this one began."""
+        path = self.folder / f"{key}.json"
+        if key not in self.found and path.exists():
+            self._read(path)
+        return key in self.found
+
     def write(self, key: str, result: Result) -> Result:
         """Keep a finished cell's result; returned as JSON gives it back."""
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -62,7 +62,8 @@ def table(
 
     Results are small JSON files that are found again by their settings: a table that was stopped goes on where it was,
     a changed setting computes only the cells that it changes, and results of older settings are named as stale. Cells
-    of all files run in one process, by priority. --dry-run estimates for a GPU unless --device says otherwise.
+    of all files run in one process, by priority; the same command started once more beside it (in another terminal, on
+    another GPU) takes cells that are still free. --dry-run estimates for a GPU unless --device says otherwise.
     """
     specs = [read_spec(path, set_ or ()) for path in paths]
     folder = out or _default_out(paths, specs)
@@ -79,7 +80,8 @@ def table(
         machine = make_machine(device, engine, data_dir, precision)
         left = run_cells(waiting, store, folder / "cells", machine, progress.cell, cells, TimeLimit(max_minutes))
     if left:
-        console.print(f"{len(left)} of {len(waiting)} cells are left for another time; run the same command again")
+        why = "for want of time, or to another command that computes them now; run the same command again"
+        console.print(f"{len(left)} of {len(waiting)} cells are left {why}")
     _show(specs, store, folder / "cells", json_)
 
 
