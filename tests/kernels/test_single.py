@@ -64,3 +64,34 @@ def test_single__what_is_not_covered_is_torchs() -> None:
         assert torch.equal(F.conv2d(x[0], weight, bias), torch.conv2d(x[0], weight, bias))
         assert torch.equal(F.conv2d(x, weight, bias, padding="same"), torch.conv2d(x, weight, bias, padding="same"))
         assert F.linear(torch.randn(2, 3, 700), torch.randn(100, 700)).shape == (2, 3, 100)
+
+
+@pytest.mark.parametrize(
+    "flatten",
+    [lambda x: x.flatten(1), lambda x: torch.flatten(x, start_dim=1), torch.nn.Flatten()],
+    ids=["method", "function", "module"],
+)
+def test_single__flattened_features_get_gradients_in_their_own_layout(flatten, monkeypatch) -> None:
+    torch.manual_seed(0)
+    calls = applied(monkeypatch, "_Flat")
+    x = channels_last(torch.randn(4, 6, 5, 3))
+    compare(lambda x: flatten(x.relu()) ** 2, x)
+    assert len(calls) == 1  # only within the context
+    seen: list[Tensor] = []
+    with SingleClientLayers():
+        features = x.requires_grad_() * 1.0
+        features.register_hook(seen.append)
+        flatten(features).sum().backward()
+    assert seen[0].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_single__other_flattenings_are_torchs(monkeypatch) -> None:
+    calls = applied(monkeypatch, "_Flat")
+    x = channels_last(torch.randn(4, 6, 5, 3))
+    with SingleClientLayers():
+        assert x.flatten().shape == (360,)
+        assert x.flatten(2).shape == (4, 6, 15)
+        assert torch.flatten(x, end_dim=1).shape == (24, 5, 3)
+        assert x.contiguous().flatten(1).shape == (4, 90)
+        assert x[0].flatten(1).shape == (6, 15)
+    assert not calls
