@@ -21,7 +21,7 @@ FOLDERS = re.compile(r"^/(proc|dev|tmp|sys|etc|usr|home)\b")
 # Each is guarded where it stands, and hidden by the second test.
 GUARDED = {
     ("chain.py", "fcntl"): "try: import; Windows does without the lock, and a broken chain is refused",
-    ("claims.py", "fcntl"): "try: import; without it a table is for one command at a time",
+    ("locking.py", "fcntl"): "try: import; without it a folder is for one command at a time, as the user keeps to it",
     ("memory.py", "CDLL"): "sys.platform",
     ("timing.py", "/proc/cpuinfo"): "suppressed where it is not there",
     ("threads.py", "sched_getaffinity"): "hasattr, else os.cpu_count",

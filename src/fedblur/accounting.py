@@ -32,6 +32,7 @@ from fedblur.sampling import Sampler
 
 Accountant = Literal["pld", "rdp"]
 Adjacency = Literal["add or remove one client", "replace one client"]
+ZERO_OUT = "one client's data against no data (zero-out); that it takes part is not hidden"
 
 SMALLEST_SIGMA, LARGEST_SIGMA = 2.0**-6, 2.0**20  # where a noise multiplier is looked for
 _TOLERANCE = 1e-4  # of a calibrated noise multiplier, relative
@@ -71,6 +72,11 @@ def adjacency(event: Event) -> Adjacency:
     if len(relations) > 1:
         raise PrivacyError("fixed-size and other cohorts protect different neighbours; account for them apart")
     return relations.pop()
+
+
+def stated_adjacency(event: Event, mechanism: object) -> str:
+    """As `adjacency`; but where a small cohort aborts its round (`min_cohort`), that shows how many clients came."""
+    return ZERO_OUT if getattr(mechanism, "min_cohort", None) else adjacency(event)
 
 
 def _relation(release: Event) -> Adjacency:

@@ -21,6 +21,7 @@ from fedblur.registry import register
 from fedblur.server import ServerState
 
 _BUFFER = "clipping.norm"
+_FAR = 700.0  # an exponent that is within a float; what comes of it is bounded below
 _REACH = 1e6  # C_t stays within this factor of its start: if all updates are zero, it must not run out of float32
 
 
@@ -71,7 +72,7 @@ class Adaptive:
     def update(self, state: ServerState, bits: float, expected_cohort: float, start: float) -> ServerState:
         """The state with C_{t+1}, from the noisy Σ (b − ½) over the constant pN."""
         share = bits / expected_cohort + 0.5  # b̃
-        moved = self.clip_norm(state, start) * math.exp(-self.rate * (share - self.quantile))
+        moved = self.clip_norm(state, start) * math.exp(min(-self.rate * (share - self.quantile), _FAR))
         bounded = min(max(moved, start / _REACH), start * _REACH)
         tensor = torch.tensor(bounded, dtype=torch.float64, device=state.theta.device)
         return replace(state, buffers={**state.buffers, _BUFFER: tensor})

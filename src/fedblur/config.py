@@ -102,6 +102,9 @@ class Config:
         return self.eval_every or max(1, self.rounds // 20)
 
 
+_SMALLEST_CLIP = 1e-30  # near float32's smallest numbers a clipped update may be longer than S
+
+
 def demand(holds: bool, name: str, value: Any, rule: str) -> None:
     """One rule about one value; the message names both."""
     if not holds:
@@ -114,7 +117,8 @@ def _check_privacy(config: Config) -> None:
         raise ConfigError(f"epsilon={eps} and noise_multiplier={sigma} are both given; keep one, the other follows")
     demand(eps is None or eps > 0, "epsilon", eps, "must be above 0 (inf: no noise, no privacy)")
     demand(sigma is None or 0 <= sigma < math.inf, "noise_multiplier", sigma, "must be 0 or more")
-    demand(config.clip_norm > 0, "clip_norm", config.clip_norm, "must be above 0 (inf only without noise)")
+    rule = f"must be above 0, and {_SMALLEST_CLIP:g} at least (inf only without noise)"
+    demand(config.clip_norm >= _SMALLEST_CLIP, "clip_norm", config.clip_norm, rule)
     if math.isinf(config.clip_norm) and eps != math.inf and sigma != 0:
         raise ConfigError("clip_norm=inf needs epsilon=inf: without a clip norm no noise protects anyone")
     _check_bounding(config)

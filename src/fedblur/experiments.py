@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedblur.claims import claim
 from fedblur.costs import COMPILING, estimate, program
 from fedblur.engines.distributed import demand_one_process
 from fedblur.errors import RunError
 from fedblur.results import Result, Results, hardware, make_result
-from fedblur.runfolder import RunFolder
+from fedblur.runfolder import FolderInUse, RunFolder
 from fedblur.setup import Machine
 from fedblur.spec import Cell, Spec, read_spec
 from fedblur.train import Row, Run, Watcher, resume, train
@@ -90,8 +89,10 @@ def run_cells(
     watch: CellWatcher = lambda cell, index: None,
     among: Iterable[Cell] = (),
     limit: TimeLimit | None = None,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> list[Cell]:
-    """Run these cells in order, as far as the time allows; returns those that are left. `among` numbers them.
+    """Run these cells in order, as far as the time allows; returns those that are left. `among` numbers them, and
+    `tell` hears of runs that go on.
 
     Cells that another process computes at the moment are left to it.
     """
@@ -99,20 +100,20 @@ def run_cells(
     limit, numbers = limit or TimeLimit(), {cell.key: number for number, cell in reversed([*enumerate(among)])}
     device, left = machine.torch_device().type, []
     for cell in cells:
-        with claim(runs, cell.key) as mine:
-            if results.appeared(cell.key):  # another command has computed it meanwhile
-                continue
-            if not mine or not limit.allows(_seconds(cell, results, device, limit)):
-                left.append(cell)
-                continue
-            limit.programs.add(program(cell.config))
-            watcher = watch(cell, numbers.get(cell.key, 0))
-            try:
-                run = _run_cell(cell, runs / cell.key, machine, limit.watch(watcher))
-            except TimeIsUp:
-                left.append(cell)
-                continue
-            results.write(cell.key, make_result(_about(cell, machine), cell.config, run.summary, run.rounds))
+        if results.appeared(cell.key):  # another command has computed it meanwhile
+            continue
+        busy = RunFolder(runs / cell.key).in_use()
+        if busy or not limit.allows(_seconds(cell, results, device, limit)):
+            left.append(cell)
+            continue
+        limit.programs.add(program(cell.config))
+        watcher = watch(cell, numbers.get(cell.key, 0))
+        try:
+            run = _run_cell(cell, runs / cell.key, machine, limit.watch(watcher), tell)
+        except (TimeIsUp, FolderInUse):
+            left.append(cell)
+            continue
+        results.write(cell.key, make_result(_about(cell, machine), cell.config, run.summary, run.rounds))
     return [cell for cell in left if not results.appeared(cell.key)]
 
 
@@ -127,9 +128,9 @@ def _seconds(cell: Cell, results: Results, device: str, limit: TimeLimit) -> flo
     return None if known is None else known + compiling
 
 
-def _run_cell(cell: Cell, folder: Path, machine: Machine, watch: Watcher) -> Run:
+def _run_cell(cell: Cell, folder: Path, machine: Machine, watch: Watcher, tell: Callable[[str], None]) -> Run:
     if RunFolder(folder).checkpoints.exists():
-        return resume(folder, machine=machine, watch=watch)
+        return resume(folder, machine=machine, watch=watch, tell=tell)
     return train(cell.config, out=folder, machine=machine, watch=watch)
 
 

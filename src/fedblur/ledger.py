@@ -65,17 +65,21 @@ class Ledger:
         with self._chain.writing() as chain:
             self._catch_up()
             if not (replay and (round_, text) in self._done):
+                self._demand_room(round_, event)  # again: another process may have spent since the round began
                 chain.append({"kind": "spend", "round": round_, "event": events.to_json(event), "at": _now()})
 
     def demand_room(self, round_: int, event: events.Event, replay: bool) -> None:
         """Refuse to start a round that would pass the budget."""
-        text = _text(event)
         self._mend(event)
-        foreign = next((kind for kind in self._kinds if kind != text), None)
+        if not (replay and (round_, _text(event)) in self._done):
+            self._demand_room(round_, event)
+
+    def _demand_room(self, round_: int, event: events.Event) -> None:
+        foreign = next((kind for kind in self._kinds if kind != _text(event)), None)
         if foreign is not None:
             raise PrivacyError(f"{self.path} holds a spend of another kind ({foreign}); a run releases only one kind")
         spent = len(self._spends)
-        if spent >= self._allowed(event) and not (replay and (round_, text) in self._done):
+        if spent >= self._allowed(event):
             raise PrivacyError(
                 f"the budget is spent: {spent} releases in {self.path} leave no room for round {round_} within "
                 f"epsilon={self.budget.epsilon:g}; start a new run (on these clients it adds to the total)"

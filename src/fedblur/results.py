@@ -98,7 +98,7 @@ def make_result(about: Result, config: Config, summary: Result, rows: list[Resul
         "date": datetime.now(UTC).date().isoformat(),
         **summary,
         "curve": [[row["round"], round(row["accuracy"], 5)] for row in rows if row["accuracy"] is not None],
-        "norms": _norms(rows),
+        "norms": _norms(rows) if summary["privacy"]["warning"] else [],  # exact: not of people who are protected
         "config": to_dict(config),
     }
 

@@ -15,6 +15,11 @@ from fedblur.checkpoint import write_atomically
 from fedblur.config import Config, canonical, differences
 from fedblur.data.population import Federation
 from fedblur.errors import ConfigError, RunError
+from fedblur.locking import alone
+
+
+class FolderInUse(RunError):
+    """Another process writes here."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,10 @@ class RunFolder:
         return self.path / "ledger.jsonl"
 
     @property
+    def lock(self) -> Path:
+        return self.path / ".lock"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -51,24 +60,60 @@ class RunFolder:
     def summary(self) -> Path:
         return self.path / "summary.json"
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Nobody else's to write until the end of the block."""
+        new = not self.path.exists()
+        self._make()
+        with alone(self.lock) as mine:
+            if not mine:
+                raise FolderInUse(f"{self.path} is in use by another process; wait until that ends")
+            try:
+                yield
+            finally:
+                with contextlib.suppress(OSError):  # some systems keep a file that is open
+                    self.lock.unlink()
+                    if new:
+                        self.path.rmdir()  # if nothing came of it
+
+    def in_use(self) -> bool:
+        """Whether another process writes here now."""
+        if not self.lock.exists():
+            return False
+        with alone(self.lock) as mine:
+            return not mine
+
     def begin(self, resolved: Mapping[str, Any]) -> None:
-        """Make the folder for a new run; one that is already there is refused, never overwritten."""
-        if self.config.exists():
+        """Take the folder for a new run; one that is already there is refused, never overwritten.
+
+        Except a run of these very settings that ended before it began (while its data were loaded): it begins anew.
+        """
+        if self.ledger.exists() and not self.config.exists():
+            raise RunError(f"{self.path} holds a ledger and no run: what a search has spent; choose another --out")
+        if self.config.exists() and not self._never_began(resolved):
             changed = differences(self.resolved(), json.loads(canonical(resolved)))
             what = f"another configuration ({'; '.join(changed)})" if changed else "this very configuration"
             way_out = "choose another --out" if changed else f"go on with: fedblur resume {self.path}"
             raise RunError(f"{self.path} holds a run of {what}; {way_out}")
+        self._make()
+        write_atomically(self.config, (json.dumps(json.loads(canonical(resolved)), indent=2) + "\n").encode())
+
+    def _make(self) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(f"{self.path} cannot be made: {error.strerror}; choose another --out") from None
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise RunError(f"{self.path} is not writable; choose another --out")
-        write_atomically(self.config, (json.dumps(json.loads(canonical(resolved)), indent=2) + "\n").encode())
+
+    def _never_began(self, resolved: Mapping[str, Any]) -> bool:
+        """Nothing was saved, so nothing was paid for: the first checkpoint is older than the first release."""
+        saved = self.checkpoints.exists() or self.rounds.exists() or self.summary.exists()
+        return not saved and not differences(self.resolved(), json.loads(canonical(resolved)))
 
     def abandon(self) -> None:
         """Take back a folder whose run never started; anything else in it stays."""
-        for path in (self.config, self.engine, self.ledger):
+        for path in (self.config, self.engine, self.ledger, self.lock):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # not empty: it was the user's before
             self.path.rmdir()

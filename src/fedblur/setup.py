@@ -92,6 +92,11 @@ class Setup:
         return f"engine: {self.machine}; --engine names another"
 
     @property
+    def protects(self) -> bool:
+        """Whether this run's releases are private: noise, and nobody can repeat it."""
+        return self.rng.private and self.protocol.plan.noise_multiplier > 0
+
+    @property
     def cautions(self) -> list[str]:
         """What is allowed and probably not meant."""
         return cautions(self.protocol.plan, self.federation.train.clients, self.protocol.layout.total)
@@ -224,5 +229,8 @@ def held_out(config: Config, data: Federation) -> Samples:
     if config.evaluate == "test":
         return data.test
     if data.validation is None:
-        raise ConfigError("evaluate='validation' but these data have no validation clients; set validation_share=0.1")
+        raise ConfigError(
+            "evaluate='validation' but these data have no validation clients; set validation_share=0.1 (with data of "
+            "your own, where you make them: federation_from_arrays(…, validation_share=0.1))"
+        )
     return data.validation

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fedblur.accounting import PrivacyPlan, adjacency
+from fedblur.accounting import PrivacyPlan, stated_adjacency
 from fedblur.config import Config, canonical
 from fedblur.planning import signal_to_noise
 from fedblur.plugins import loaded
@@ -75,7 +75,7 @@ def privacy_statement(setup: Setup, state: ServerState) -> dict[str, Any]:
         "delta": plan.delta,
         "accountant": config.accountant,
         "unit": "client (all samples of one user)",
-        "adjacency": adjacency(plan.event()),
+        "adjacency": stated_adjacency(plan.event(), config.mechanism),
         "sampling": plan.sampler.description,
         "mechanism": canonical(describe(config.mechanism)),
         "noise_multiplier": plan.noise_multiplier,

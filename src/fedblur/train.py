@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from safetensors.torch import save
 from torch import nn
 
 from fedblur.arguments import check_arguments
+from fedblur.cautions import note_divergence
 from fedblur.checkpoint import Checkpoint, load_newest, save_checkpoint, write_atomically
 from fedblur.config import Config, canonical, differences, from_dict, to_dict
 from fedblur.data.population import Federation
@@ -82,12 +83,14 @@ def train(
     config, machine = config or Config(), machine or Machine()
     if nodes is not None:
         folder = RunFolder(Path(out or default_folder(config, federation)))
-        return _begin(config, folder, machine, federation, module, watch, tell, nodes)
+        with folder.held():
+            return _begin(config, folder, machine, federation, module, watch, tell, nodes)
     with together(machine.torch_device, machine.rank_timeout) as ranks:
         if ranks is not None and ranks.rank:
             return _assist(ranks, machine, federation, module)
         folder = RunFolder(Path(out) if out is not None else default_folder(config, federation))
-        return _begin(config, folder, machine, federation, module, watch, tell, ranks)
+        with folder.held():
+            return _begin(config, folder, machine, federation, module, watch, tell, ranks)
 
 
 def _begin(
@@ -138,12 +141,20 @@ def resume(
     """Go on with a run from its last whole checkpoint. `tell` hears what had to be mended."""
     check_arguments(None, machine, federation, module)
     machine = machine or Machine()
+    folder = RunFolder(Path(path))
     if nodes is not None:
-        return _go_on(RunFolder(Path(path)), machine, federation, module, watch, tell, nodes)
+        with _held(folder):
+            return _go_on(folder, machine, federation, module, watch, tell, nodes)
     with together(machine.torch_device, machine.rank_timeout) as ranks:
         if ranks is not None and ranks.rank:
             return _assist(ranks, machine, federation, module)
-        return _go_on(RunFolder(Path(path)), machine, federation, module, watch, tell, ranks)
+        with _held(folder):
+            return _go_on(folder, machine, federation, module, watch, tell, ranks)
+
+
+def _held(folder: RunFolder) -> AbstractContextManager[None]:
+    folder.resolved()  # a folder of a run, or an error: none is made here
+    return folder.held()
 
 
 def _go_on(
@@ -183,6 +194,7 @@ def _go_on(
         )
     state = ServerState.from_tensors(tensors, checkpoint.round)
     rows = folder.truncate_rounds(checkpoint.round)
+    folder.summary.unlink(missing_ok=True)  # of what was there when the run stopped; it would be wrong from now on
     return _dismiss(
         processes, setup, _loop(folder, setup, state, resolved, rows, with_header(setup.header, tell, watch))
     )
@@ -241,13 +253,15 @@ def _loop(
                 result = run_round(setup.protocol, state, setup.rng.child("round", state.round + 1))
                 state = result.state
                 rows.append(_row(setup, state, result.local_only, began))
+                diverged = note_divergence(rows[-1], config, setup.protects)
                 folder.append_round(rows[-1])
                 if state.round % config.checkpoint_every == 0 or state.round == config.rounds:
                     _save(folder, setup, state, resolved)
                     saved = state.round
                 if watch is not None:
                     watch(rows[-1])
-                _demand_finite(rows[-1], config)
+                if diverged and not setup.protects:
+                    raise DivergedError(diverged)
     except (PrivacyError, DivergedError, LostRankError, KeyboardInterrupt):  # keep what has been paid for
         if state.round > saved:
             _save(folder, setup, state, resolved)
@@ -260,7 +274,7 @@ def _row(setup: Setup, state: ServerState, local_only: dict[str, Any], began: fl
     config = setup.config
     row: Row = {"round": state.round, "epsilon": None, "accuracy": None, "loss": None}
     if state.round % config.eval_rounds() == 0 or state.round in (1, config.rounds):
-        row["epsilon"] = setup.protocol.plan.epsilon(state.round)
+        row["epsilon"] = _paid(setup, state.round)
         row["accuracy"], row["loss"] = measure(setup, state)
     row["seconds"] = round(time.perf_counter() - began, 4)
     row["local_only"] = local_only
@@ -269,14 +283,9 @@ def _row(setup: Setup, state: ServerState, local_only: dict[str, Any], began: fl
     return row
 
 
-def _demand_finite(row: Row, config: Config) -> None:
-    """Single non-finite updates count as zero; a round in which all are so is a mistake that the user should see."""
-    cohort, refused = row["local_only"]["cohort"], row["local_only"]["refused"]
-    if cohort and refused == cohort:
-        raise DivergedError(
-            f"all {cohort} updates of round {row['round']} were NaN or infinite and counted as zero; "
-            f"lower local.learning_rate={config.local.learning_rate:g} or check the data"
-        )
+def _paid(setup: Setup, round_: int) -> float:
+    """ε up to here. Rounds that a private run repeated were paid twice; a seeded one repeats the very same releases."""
+    return setup.protocol.ledger.epsilon() if setup.rng.private else setup.protocol.plan.epsilon(round_)
 
 
 def _finish(folder: RunFolder, setup: Setup, state: ServerState, rows: list[Row]) -> Run:

@@ -54,9 +54,16 @@ def run_search(search: Search, out: Path, machine: Machine, data: Federation, wa
         raise RunError(
             f"{out} holds the winner of a search; choose another --out (on these clients it adds to the cost)"
         )
+    with folder.held():
+        return _searched(search, folder, local, machine, data, watch)
+
+
+def _searched(
+    search: Search, folder: RunFolder, local: Path, machine: Machine, data: Federation, watch: TrialWatcher
+) -> Tuned:
     rng = make_rng(search.candidates[0].seed)
     picks = _draw(search, local, rng)
-    ledger = _pay(search, out)
+    ledger = _pay(search, folder.path)
     trials = _Trials(search, local, machine, data, rng, watch)
     scores = [trials.run(index, pick) for index, pick in enumerate(picks)]
     if scores:
@@ -68,7 +75,7 @@ def run_search(search: Search, out: Path, machine: Machine, data: Federation, wa
         summary = {"status": NOTHING, "privacy": {"epsilon": search.epsilon, "delta": search.delta}}
         folder.write_summary(summary)
     shutil.rmtree(local)
-    return Tuned(out, summary)
+    return Tuned(folder.path, summary)
 
 
 def _draw(search: Search, local: Path, rng: Rng) -> list[int]:
@@ -142,7 +149,8 @@ def _release(search: Search, winner: RunFolder, out: RunFolder, stated: dict[str
     summary: dict[str, Any] = json.loads(winner.summary.read_text(encoding="utf-8"))
     summary["privacy"] |= {"epsilon": search.epsilon, "accountant": "rdp", "releases": 1, **stated}
     summary["local_only"] = {"clipped_share": None}
-    barred = ("local_only", "epsilon")  # a trial's own epsilon is not what was spent
+    summary["seconds"] = None  # how long it took depends on how many came
+    barred = ("local_only", "seconds", "epsilon")  # a trial's own epsilon is not what was spent
     rows = [{key: value for key, value in row.items() if key not in barred} for row in winner.read_rounds()]
     rows = [{**row, "stage": "the winner's training"} for row in rows]  # not releases of their own: the search is one
     write_atomically(out.config, winner.config.read_bytes())
@@ -165,7 +173,7 @@ def tune_on_proxy(
     scores = []
     for index, trial in enumerate(trials):
         folder = RunFolder(out.with_name(out.name + "-proxy") / config_hash(trial))
-        if not folder.summary.exists():
+        if not _complete(folder):
             shutil.rmtree(folder.path, ignore_errors=True)
             train(trial, out=folder.path, machine=machine, watch=watch(trial, index))
         scores.append(float(json.loads(folder.summary.read_text(encoding="utf-8"))["accuracy"]))
@@ -178,6 +186,11 @@ def tune_on_proxy(
     summary = run.summary | {"privacy": run.summary["privacy"] | {"tuned": "proxy data", "tuning": words}}
     RunFolder(out).write_summary(summary)
     return Tuned(out, summary)
+
+
+def _complete(folder: RunFolder) -> bool:
+    """A trial that was stopped has a summary too, of a model that is not done."""
+    return folder.summary.exists() and json.loads(folder.summary.read_text(encoding="utf-8"))["status"] == "complete"
 
 
 def _on_proxy(config: Config, proxy: dict[str, Any]) -> Config:

@@ -27,6 +27,7 @@ from fedblur.config import canonical, config_hash, from_dict
 from fedblur.errors import ConfigError, FedBlurError, PrivacyError, RunError
 from fedblur.events import Composed, Event, PrivateSelection, SelfComposed
 from fedblur.ledger import Budget, demand_anchor, open_ledger, read_budget, read_spends
+from fedblur.plugins import loaded
 from fedblur.runfolder import RunFolder
 
 ACCOUNTANTS: tuple[Accountant, ...] = ("pld", "rdp")
@@ -140,10 +141,19 @@ def _owner(folder: RunFolder, books: Books, resolved: dict[str, Any]) -> Iterato
     try:
         here = config_hash(from_dict({key: value for key, value in resolved.items() if key != "own"}))
     except FedBlurError as error:
+        _demand_plugins(folder)
         yield f"config.json cannot be read: {error}"
         return
     if owner != here:
         yield f"the ledger was opened for configuration {owner or 'none'}, config.json is {here}"
+
+
+def _demand_plugins(folder: RunFolder) -> None:
+    """Without a user's own parts a run that has some can neither be verified nor be called wrong."""
+    made_with = read_json(folder.summary).get("versions", {})
+    needed = [name for key in made_with if (name := key.removeprefix("plugin ")) != key and name not in loaded()]
+    if needed:
+        raise RunError(f"{folder.path} was made with {', '.join(needed)}; give it with --plugin to check the run")
 
 
 def _coverage(folder: RunFolder, books: Books) -> Iterator[str]:
@@ -174,7 +184,12 @@ def _claim(folder: RunFolder, books: Books) -> Iterator[str]:
         return
     claimed, total = float(summary["privacy"]["epsilon"]), books.epsilon(books.budget.accountant)
     releases = summary["privacy"]["releases"]
-    if total is not None and len(books.spends) == releases and canonical(claimed) != canonical(total):
+    if len(books.spends) > releases:
+        yield (
+            f"summary.json counts {releases} releases, the ledger {len(books.spends)}: the run went on after it was "
+            "written; fedblur resume ends it and writes another"
+        )
+    elif len(books.spends) == releases and total is not None and canonical(claimed) != canonical(total):
         yield f"summary.json claims epsilon {claimed:.6g}, the ledger's events give {total:.6g}"
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedblur.accounting import adjacency
+from fedblur.accounting import stated_adjacency
 from fedblur.audit.canaries import CanaryEngine, Directions
 from fedblur.audit.estimate import Estimate, Values, gaussian_fit, lower_bound
 from fedblur.clipping import Bounded
@@ -32,7 +32,8 @@ from fedblur.data.population import Federation
 from fedblur.engines import suitable_threads
 from fedblur.engines.distributed import demand_one_process
 from fedblur.errors import ConfigError
-from fedblur.events import Event
+from fedblur.events import Event, Gaussian
+from fedblur.ledger import Budget, Ledger, open_ledger, read_budget
 from fedblur.mechanisms import Mechanism
 from fedblur.mechanisms.base import Release
 from fedblur.rng import Rng
@@ -140,10 +141,20 @@ def audit(
     protocol = replace(setup.protocol, engine=engine, mechanism=mechanism)
     claimed = protocol.plan.epsilon()
     if remove_noise:
-        protocol = replace(protocol, plan=replace(protocol.plan, noise_multiplier=0.0))
+        protocol = _without_noise(protocol)
     cosines = _train(setup, protocol, mechanism, directions, tick)
     about = _about(setup, protocol, canaries, held_out) | {"seconds": round(time.perf_counter() - began, 1)}
     return Audit(config, claimed, remove_noise, _attacks(cosines, canaries, directions.dimension, protocol), about)
+
+
+def _without_noise(protocol: Protocol) -> Protocol:
+    """The control: no noise, and a ledger that says so. The one for the claim has no release yet and goes."""
+    claimed, plan = protocol.ledger, protocol.plan
+    _, about = read_budget(open_ledger(claimed.path))
+    claimed.path.unlink()
+    budget = Budget(math.inf, plan.delta, plan.accountant, plan.rounds)
+    bare = replace(plan, noise_multiplier=0.0, release=Gaussian(0.0), epsilon_target=math.inf)
+    return replace(protocol, plan=bare, ledger=Ledger(claimed.path, budget, about))
 
 
 def _train(
@@ -187,7 +198,7 @@ def _about(setup: Setup, protocol: Protocol, canaries: int, held_out: int) -> di
         "config_hash": config_hash(setup.config),
         "delta": plan.delta,
         "accountant": plan.accountant,
-        "adjacency": adjacency(plan.event()),
+        "adjacency": stated_adjacency(plan.event(), setup.config.mechanism),
         "clients": setup.federation.train.clients,
         "canaries": canaries,
         "held_out": held_out,
@@ -197,7 +208,7 @@ def _about(setup: Setup, protocol: Protocol, canaries: int, held_out: int) -> di
         "trust_model": setup.config.mechanism.trust,
         "noise_multiplier": plan.noise_multiplier,
         "data": setup.federation.name,
-        "warning": warning(setup),
+        "warning": warning(replace(setup, protocol=protocol)),
         "ledger": protocol.ledger.anchor(),
         "machine": setup.machine,
         "versions": versions(),

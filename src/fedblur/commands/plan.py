@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fedblur.accounting import adjacency
+from fedblur.accounting import stated_adjacency
 from fedblur.commands.names import complete, complete_recipe
 from fedblur.commands.run import Json
 from fedblur.commands.terminal import print_json
@@ -65,6 +65,10 @@ def plan(
         "noise_multiplier": noise_multiplier, "delta": delta, "sampling": sampling, "clip_norm": clip_norm,
     }  # fmt: skip
     chosen = None
+    if recipe is None and dataset is not None:
+        raise ConfigError(
+            f"--dataset={dataset} is for --recipe; without it give the model's size: --parameters or --model"
+        )
     if recipe is not None:
         chosen = choose_recipe(
             {**table, "recipe": recipe, "dataset": dataset, "model": model}, shape, classes, parameters
@@ -141,7 +145,8 @@ def show(answer: Outlook, console: Console) -> None:
     setting, plan = answer.setting, answer.tightest
     cohort = f"{plan.expected_cohort:,.5g} ± {plan.sampler.cohort_spread:.3g} clients a round"
     console.print(f"{plan.sampler.description}: {cohort}", highlight=False)
-    console.print(f"{setting.rounds:,} rounds, δ = {plan.delta:.3g}, {adjacency(plan.event())}", highlight=False)
+    neighbours = stated_adjacency(plan.event(), setting.mechanism)
+    console.print(f"{setting.rounds:,} rounds, δ = {plan.delta:.3g}, {neighbours}", highlight=False, soft_wrap=True)
     name = setting.mechanism.part_name
     console.print(f"{setting.parameters:,} parameters, S = {setting.clip_norm:g}, {name} noise", highlight=False)
     console.print(_accountants(answer))

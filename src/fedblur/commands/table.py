@@ -26,8 +26,10 @@ from fedblur.errors import ConfigError
 from fedblur.experiments import Cell, TimeLimit, aggregate, pending, run_cells
 from fedblur.forecast import Forecast, forecast
 from fedblur.report.progress import RunProgress
+from fedblur.report.statement import rounded_up
 from fedblur.report.table import print_whole, render, render_forecast
 from fedblur.results import Results, Stale, demand_folder
+from fedblur.runfolder import RunFolder
 from fedblur.spec import Spec, read_spec
 from fedblur.summary import SEEDED
 from fedblur.verification import compose, read_books
@@ -45,7 +47,9 @@ def table(
     only: Annotated[
         list[str] | None, typer.Option(metavar="PATTERN", help="Only cells with this in their name.")
     ] = None,
-    max_minutes: Annotated[float | None, typer.Option(help="Start no cell that would end later; stop at this.")] = None,
+    max_minutes: Annotated[
+        float | None, typer.Option(min=0, help="Start no cell that would end later; stop at this.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List cells, noise, R and time; run nothing.")] = False,
     plugin: Plugin = None,
     set_: Annotated[
@@ -66,6 +70,7 @@ def table(
     another GPU) takes cells that are still free. --dry-run estimates for a GPU unless --device says otherwise.
     """
     specs = [read_spec(path, set_ or ()) for path in paths]
+    _demand_cells(specs, only or ())
     folder = out or _default_out(paths, specs)
     store = _store(specs, results, folder)
     if dry_run:
@@ -78,11 +83,20 @@ def table(
     _warn(store, specs, console)
     with TableProgress(len(cells), quiet or json_, console) as progress:
         machine = make_machine(device, engine, data_dir, precision)
-        left = run_cells(waiting, store, folder / "cells", machine, progress.cell, cells, TimeLimit(max_minutes))
+        limit = TimeLimit(max_minutes)
+        left = run_cells(waiting, store, folder / "cells", machine, progress.cell, cells, limit, progress.tell)
     if left:
         why = "for want of time, or to another command that computes them now; run the same command again"
         console.print(f"{len(left)} of {len(waiting)} cells are left {why}")
     _show(specs, store, folder / "cells", json_)
+
+
+def _demand_cells(specs: list[Spec], only: Iterable[str]) -> None:
+    """A pattern that fits nothing is a slip, not a table that is done."""
+    cells = [cell for spec in specs for cell in spec.cells]
+    for pattern in only:
+        if not any(cell.fits([pattern]) for cell in cells):
+            raise ConfigError(f"--only {pattern!r} fits no cell; their names are like {cells[0].name!r}")
 
 
 def _default_out(paths: list[Path], specs: list[Spec]) -> Path:
@@ -144,17 +158,20 @@ def _found(cells: Sequence[Cell], store: Results) -> list[dict[str, Any]]:
 
 
 def _privacy(runs: list[Path], tuning: str) -> list[str]:
-    """A statement for each run that is here; the last one's claim, and what all of them cost together."""
-    here = [run for run in runs if (run / "summary.json").exists()]
-    if not here:
-        return []
-    lines = [privacy_line(run, tuning) for run in here]
-    if len(here) == 1:
+    """A statement for each run that has ended; the last one's claim, and what all of them cost, ended or not."""
+    ended = [run for run in runs if RunFolder(run).summary.exists()]
+    paid = [run for run in runs if RunFolder(run).ledger.exists()]
+    lines = [privacy_line(run, tuning) for run in ended]
+    if len(paid) < 2:
         return lines
-    delta, total = compose([read_books(run) for run in here])
-    known = [f"{name.upper()} {value:.3g}" for name, value in total.items() if value is not None]
-    together = f"All {len(here)} runs on these clients together: ε = {', '.join(known)} at δ = {delta:.3g}."
-    return [lines[-1], f"{together if known else ''} One statement in each folder of {here[0].parent}.".strip()]
+    delta, total = compose([read_books(run) for run in paid])
+    known = [f"{name.upper()} {rounded_up(value)}" for name, value in total.items() if value is not None]
+    which = f"All {len(paid)} runs" + (
+        f", {len(paid) - len(ended)} of them not ended," if len(paid) > len(ended) else ""
+    )
+    together = f"{which} on these clients together: ε = {', '.join(known)} at δ = {delta:.3g}." if known else ""
+    where = f"One statement in each folder of {paid[0].parent}." if ended else ""
+    return [*lines[-1:], f"{together} {where}".strip()]
 
 
 class TableProgress:
@@ -175,6 +192,11 @@ class TableProgress:
     def _close(self) -> None:
         if self.current is not None:
             self.current.__exit__(None, None, None)
+
+    def tell(self, text: str) -> None:
+        """A line beside the display."""
+        if not self.quiet:
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def cell(self, cell: Cell, index: int) -> RunProgress:
         """The watcher of the next cell."""

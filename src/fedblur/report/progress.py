@@ -35,6 +35,7 @@ class RunProgress:
             expand=True,
         )
         self.tasks: dict[str, TaskID] = {}
+        self.cautioned = False
 
     def __enter__(self) -> RunProgress:
         return self  # the display starts with the first round: what goes wrong before it leaves no empty line
@@ -58,6 +59,9 @@ class RunProgress:
             label = self.label if not stage else stage if self.label == "round" else f"{self.label}, {stage}"
             self.tasks[stage] = self.progress.add_task(label, total=row.get("rounds", self.rounds), **fields)
         self.progress.update(self.tasks[stage], completed=row["round"], **fields)
+        if not self.cautioned and (caution := row["local_only"].get("caution")):
+            self.note(f"caution: {caution}")
+            self.cautioned = True
 
     def note(self, text: str) -> None:
         """A line above the display."""

@@ -60,6 +60,7 @@ def run_election(
     office = _Office(election, folder, resolved, watch or (lambda row: None))
     if new:
         office.save(Student.at(election.initial), None, {}, 0)
+    folder.summary.unlink(missing_ok=True)  # of a run that was stopped
     with suitable_threads(election.device, election.layout.total):
         return office.run()
 
