@@ -55,5 +55,5 @@ def main() -> None:
     speak_plainly()
     try:
         app(prog_name="fedblur")
-    except Exception:
-        end_of_a_bug()
+    except Exception as error:
+        end_of_a_bug(error)

@@ -19,6 +19,7 @@ from fedblur.errors import ConfigError
 from fedblur.methods import Method
 from fedblur.registry import KINDS, parts
 
+_PREFIX = "fedblur_plugin_"  # of such a file as a module
 _LOADED: dict[str, str] = {}  # file name -> the first digits of its SHA-256, for a run's record
 
 
@@ -43,6 +44,16 @@ def loaded() -> dict[str, str]:
     return dict(_LOADED)
 
 
+def blame(error: BaseException) -> str:
+    """Where an error came out of a user's own file, in words; nothing if it did not."""
+    files = {module.__file__ for name, module in sys.modules.items() if name.startswith(_PREFIX)}
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
+    if not own:
+        return ""
+    said = (str(error).splitlines() or [""])[0]
+    return f"plugin {own[-1].filename}, line {own[-1].lineno}, {own[-1].name}: {type(error).__name__}: {said}"
+
+
 def _load(path: Path) -> None:
     try:
         code = path.read_bytes()
@@ -51,7 +62,7 @@ def _load(path: Path) -> None:
     if path.suffix != ".py":
         raise ConfigError(f"plugin {path} must be a Python file (.py) that registers parts")
     digest = hashlib.sha256(code).hexdigest()[:16]
-    name = f"fedblur_plugin_{digest}"
+    name = f"{_PREFIX}{digest}"
     if name not in sys.modules:
         before = _registered()
         _import(path, name)

@@ -155,11 +155,19 @@ def _convert(field: dataclasses.Field[Any], hint: Any, value: Any, prefix: str) 
         return convert_part(kind, value, many=field.metadata.get("many", False))
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
         return from_table(typing.cast(type, hint), value, f"{prefix}{field.name}.")
+    if isinstance(value, bool) and _is_number(hint):  # which Python takes for 0 and 1
+        raise ConfigError(f"{prefix}{field.name}={value!r}: input should be a number, not true or false")
     try:
         return _adapter(hint).validate_python(value)
     except ValidationError as error:
         message = error.errors()[0]["msg"]
         raise ConfigError(f"{prefix}{field.name}={value!r}: {message[0].lower()}{message[1:]}") from None
+
+
+def _is_number(hint: Any) -> bool:
+    """int, float, or one of them among others; not where a bool is asked for."""
+    kinds = {hint, *typing.get_args(hint)}
+    return bool(kinds & {int, float}) and bool not in kinds
 
 
 def convert_part(kind: Kind, value: Any, many: bool = False) -> Any:
@@ -176,7 +184,12 @@ def convert_part(kind: Kind, value: Any, many: bool = False) -> Any:
         value = [value]
     if not isinstance(value, list | tuple):
         raise ConfigError(f"{kind}={value!r} must be a name or a list of parts, like {kind} = {example(kind)}")
-    return tuple(build(kind, item) for item in value)
+    built = tuple(build(kind, item) for item in value)
+    names = [item.part_name for item in built]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{kind}={value!r} names {twice!r} twice; name it once")
+    return built
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
@@ -98,6 +99,7 @@ def read_spec(path: Path, overrides: Iterable[str] = ()) -> Spec:
     for row in table.get("rows") or [{"label": "run"}]:
         for cell in _expand(path.stem, table, row, list(overrides)):
             cells.setdefault((cell.name, cell.key), cell)  # a row that comes again may overlap
+    _demand_one_meaning(path, cells)
     expected = table.get("expected", {})
     stray = next((key for key in expected if key not in {cell.group for cell in cells.values()}), None)
     if stray is not None:
@@ -109,6 +111,14 @@ def read_spec(path: Path, overrides: Iterable[str] = ()) -> Spec:
         path.stem, table.get("title", path.stem), table.get("note", ""), tuple(cells.values()), expected, results,
         table.get("tuning", ""),
     )  # fmt: skip
+
+
+def _demand_one_meaning(path: Path, cells: Iterable[tuple[str, str]]) -> None:
+    """Cells of one name would be averaged as if they were seeds."""
+    counts = Counter(name for name, _ in cells)
+    twice = next((name for name, count in counts.items() if count > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{path}: rows give {twice!r} different settings; give them different labels")
 
 
 def _demand_tables(path: Path, table: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from fedblur.voting.release import UNANSWERED, VoteNoise, plan_votes, release_la
 from fedblur.voting.tally import Tally, bounded
 
 QUERIES = (1, 100, 500, 1000, 2000, 5000, 10000)
-PUBLISHED = {  # METHODS §4.2: σ_v at δ = 1/N, to the digits that are printed there
+PUBLISHED = {  # σ_v at δ = 1/N, to the digits that are printed
     (3400, 2): ("1.603", "16.0", "35.8", "50.7", "71.7", "113", "160"),
     (3400, 4): ("0.897", "9.0", "20.1", "28.4", "40.1", "63.4", "89.7"),
     (3400, 6): ("0.646", "6.5", "14.4", "20.4", "28.9", "45.7", "64.6"),

@@ -21,8 +21,10 @@ from typer.core import TyperGroup
 from fedblur.config import Config
 from fedblur.engines.distributed import rank
 from fedblur.errors import FedBlurError, nearest
+from fedblur.plugins import blame
 
 FOUND, BAD_INPUT, BUG, STOPPED = 1, 2, 70, 130
+_REPEATED = {"table", "tune", "audit"}  # commands of many runs: they find what is done by themselves
 _GUESSES = re.compile(r"[\s.(]*did you mean.*", re.IGNORECASE)
 T = TypeVar("T")
 
@@ -31,12 +33,12 @@ class Guarded(TyperGroup):
     """Turns what a user can mend into one line; bugs still show their traceback."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return self._guarded(lambda: super(Guarded, self).parse_args(ctx, args))
+        return self._guarded(ctx, lambda: super(Guarded, self).parse_args(ctx, args))
 
     def invoke(self, ctx: Any) -> Any:
-        return self._guarded(lambda: super(Guarded, self).invoke(ctx))
+        return self._guarded(ctx, lambda: super(Guarded, self).invoke(ctx))
 
-    def _guarded(self, act: Callable[[], T]) -> T:
+    def _guarded(self, ctx: Any, act: Callable[[], T]) -> T:
         try:
             return act()
         except NoArgsIsHelpError:
@@ -51,7 +53,8 @@ class Guarded(TyperGroup):
             where = f"{error.filename}: " if error.filename else ""
             say(f"error: {where}{error.strerror or error}")
         except KeyboardInterrupt:
-            say("stopped; what was paid for is saved (fedblur resume goes on)")
+            again = "the same command" if ctx.invoked_subcommand in _REPEATED else "fedblur resume"
+            say(f"stopped; what was paid for is saved ({again} goes on)")
             raise typer.Exit(STOPPED) from None
         raise typer.Exit(BAD_INPUT)
 
@@ -88,8 +91,12 @@ def _guess(error: click.UsageError) -> str:
     return ""
 
 
-def end_of_a_bug() -> None:
-    """The traceback of what nobody expected, and what to do with it."""
+def end_of_a_bug(error: Exception) -> None:
+    """The traceback of what nobody expected, and what to do with it; one line where a user's own file is the cause."""
+    own = blame(error)
+    if own:
+        say(f"error: {own}")
+        sys.exit(BAD_INPUT)
     traceback.print_exc()
     print("fedblur has a bug: please report the lines above and the command that you ran", file=sys.stderr)
     sys.exit(BUG)

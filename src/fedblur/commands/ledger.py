@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,7 +36,7 @@ def show(
         print_json(answer)
         return
     table = Table(box=None, pad_edge=False)
-    for column in ("run", "releases", "rounds", "δ", "ε (PLD)", "ε (RDP)", "budget", "event"):
+    for column in ("run", "releases", "rounds", "δ", "ε (PLD)", "ε (RDP)", "budget"):
         table.add_column(column, overflow="fold")
     for book in books:
         table.add_row(*_row(book))
@@ -43,6 +44,9 @@ def show(
         count = str(sum(len(book.spends) for book in books))
         table.add_row("together", count, "", f"{total_delta:.3g}", *(_epsilon(total[name]) for name in ACCOUNTANTS))
     Console().print(table)
+    for book in books:
+        kinds = "; ".join(sorted({_words(event) for _, event in book.spends})) or "nothing yet"
+        Console().print(f"{book.path} released {kinds}", highlight=False, markup=False, soft_wrap=True)
     if len(books) > 1:
         Console().print(
             "Together: if the runs are about the same clients. For different clients each run stands alone."
@@ -87,8 +91,17 @@ def _row(book: Books) -> list[str]:
     return [
         str(book.path), str(facts["releases"]), str(facts["rounds"]), f"{book.budget.delta:.3g}",
         *(_epsilon(facts["epsilon"][name]) for name in ACCOUNTANTS), f"{book.budget.epsilon:.4g}",
-        "; ".join(canonical(event) for event in facts["events"]),
     ]  # fmt: skip
+
+
+def _words(value: Any) -> str:
+    """An event as it is written in Python, with as many digits as one reads."""
+    if is_dataclass(value):
+        settings = ", ".join(f"{field.name}={_words(getattr(value, field.name))}" for field in fields(value))
+        return f"{type(value).__name__}({settings})"
+    if isinstance(value, tuple):
+        return f"({', '.join(_words(item) for item in value)})"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _spent(book: Books) -> str:

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from fedblur.checkpoint import write_atomically
-from fedblur.commands.run import Json
+from fedblur.commands.run import Json, Plugin
 from fedblur.commands.terminal import print_json
 from fedblur.report.dashboard import make_report, render
 from fedblur.report.records import find_records
@@ -20,6 +20,7 @@ def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or the folder of a table.")],
     out: Annotated[Path | None, typer.Option(help="The HTML file (default: report.html in RUN).")] = None,
     public: Annotated[bool, typer.Option("--public", help="Leave out figures that no noise protects.")] = False,
+    plugin: Plugin = None,
     json_: Json = False,
 ) -> None:
     """Write one HTML file about runs: accuracy, norms, signal and noise, fairness, privacy statement, comparison.
@@ -39,6 +40,7 @@ def report(
 def watch(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder or a table's; it need not exist yet.")],
     port: Annotated[int, typer.Option(help="On this machine only; 0 takes a free one.", min=0, max=65535)] = PORT,
+    plugin: Plugin = None,
 ) -> None:
     """Serve the report of a run on this machine, and keep it up to date while the run goes on. Ctrl-C ends it."""
     console = Console(soft_wrap=True)

@@ -20,18 +20,18 @@ from fedblur.selection import TrialCount
 from fedblur.trials import NOTHING, Tuned, load_data, run_search, tune_on_proxy
 from fedblur.tuning import Search, make_search
 
+_TRIALS, _ETA, _SCORE = 10.0, 0.0, "private"
+
 
 def tune(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="The grid: [base], [axes], [[rows]], as for a table.")],
     out: Annotated[Path | None, typer.Option(help="Where the winner goes (default: runs/FILE-NAME-tuned).")] = None,
     trials: Annotated[
         float, typer.Option(help="How many trials to expect; their number is random, and secret.")
-    ] = 10.0,
-    eta: Annotated[float, typer.Option(help="Law of that number: 0 logarithmic, 1 geometric, inf Poisson.")] = 0.0,
+    ] = _TRIALS,
+    eta: Annotated[float, typer.Option(help="Law of that number: 0 logarithmic, 1 geometric, inf Poisson.")] = _ETA,
     epsilon: Annotated[float | None, typer.Option(help="Of the whole search; trials then get less each.")] = None,
-    score: Annotated[
-        str, typer.Option(help='"private": validation clients are protected too; or "public".')
-    ] = "private",
+    score: Annotated[str, typer.Option(help='"private": validation clients are protected too; or "public".')] = _SCORE,
     proxy: Annotated[
         str | None,
         typer.Option(
@@ -57,10 +57,15 @@ def tune(
     folder = out or Path("runs") / f"{path.stem}-tuned"
     machine = make_machine(device, engine, data_dir, precision)
     if proxy is not None:
+        _demand_private_only(epsilon, trials, eta, score)
         overrides = apply_overrides({"dataset": proxy}, proxy_set or [])
+        if dry_run:
+            return _explain_proxy(configs, proxy, json_)
         with _Watch(quiet or json_) as watch:
             tuned = tune_on_proxy(configs, overrides, folder, machine, watch.trial)
         return _show(tuned, json_)
+    if proxy_set:
+        raise ConfigError("--proxy-set says what differs on proxy data; name those with --proxy")
     data = load_data(configs, machine)
     search = make_search(configs, data, TrialCount(eta, trials), _scoring(score), epsilon)
     if dry_run and json_:
@@ -72,6 +77,31 @@ def tune(
     with _Watch(quiet or json_) as watch:
         tuned = run_search(search, folder, machine, data, watch.trial)
     return _show(tuned, json_)
+
+
+def _demand_private_only(epsilon: float | None, trials: float, eta: float, score: str) -> None:
+    """Options of a private search do nothing on proxy data, and must not look as if they did."""
+    given = {"--epsilon": epsilon is not None, "--trials": trials != _TRIALS, "--eta": eta != _ETA}
+    given |= {"--score": score != _SCORE}
+    unused = next((name for name, is_given in given.items() if is_given), None)
+    if unused is not None:
+        raise ConfigError(
+            f"{unused} is for a private search; with --proxy every configuration runs once on proxy data, and the best "
+            "one on the private data with the epsilon that the file gives it"
+        )
+
+
+def _explain_proxy(configs: list[Config], proxy: str, as_json: bool) -> None:
+    """What choosing on proxy data costs: one ordinary run."""
+    costs = sorted({float(config.epsilon) for config in configs if config.epsilon is not None})
+    if as_json:
+        return print_json({"configurations": len(configs), "proxy": proxy, "epsilon": costs})
+    cost = " or ".join(f"{value:g}" for value in costs) or "what its noise_multiplier gives"
+    line = (
+        f"{len(configs)} configurations, each once on {proxy}, which is declared to be public: no cost; then the best "
+        f"of them once on the private data: ε = {cost}"
+    )
+    return Console(stderr=True).print(line, highlight=False, soft_wrap=True)
 
 
 def _scoring(score: str) -> Literal["private", "public"]:

@@ -214,7 +214,7 @@ def _whole_numbers(name: str, values: Any) -> Tensor:
 def _tensor(name: str, values: Any) -> Tensor:
     try:
         return torch.as_tensor(values)
-    except (TypeError, ValueError, RuntimeError) as error:  # strings, ragged lists, data frames, None
+    except (TypeError, ValueError, RuntimeError, KeyError) as error:  # strings, ragged lists, data frames, None
         kind = f"{type(values).__name__} of {values.dtype}" if hasattr(values, "dtype") else type(values).__name__
         reason = str(error).splitlines()[0].rstrip(".")
         raise DataError(f"{name} ({kind}) must be an array of numbers, all rows alike: {reason}") from None

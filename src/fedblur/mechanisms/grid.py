@@ -62,7 +62,7 @@ def fit_grid(
 ) -> Grid:
     """The finest grid for which the sum stays k standard deviations away from the modulus.
 
-    The condition, with n = pN and all updates aligned (METHODS 3.5), is 2^b ≥ 2k·√(ρ(nc)²/d' + n/4 + (σc)²). `excess`
+    The condition, with n = pN and all updates aligned, is 2^b ≥ 2k·√(ρ(nc)²/d' + n/4 + (σc)²). `excess`
     is the variance of the noise on a full cohort's sum over (σc)²: above 1 where shares are sized for fewer clients.
 
         c < 1                                PrivacyError: the grid is coarser than the clip norm
