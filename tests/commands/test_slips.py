@@ -58,7 +58,6 @@ def test_table__rows_of_one_label_mean_one_thing(tmp_path: Path) -> None:
 def test_table__is_json_also_where_a_cell_goes_on(grid: Path, tmp_path: Path) -> None:
     out, code = str(tmp_path / "out"), "from fedblur.cli import main; main()"
     command = [sys.executable, "-c", code, "table", str(grid), "--out", out, "--json"]
-    subprocess.run([*command, "--max-minutes", "0"], check=True, capture_output=True)
     whole = subprocess.run([*command, "--set", "checkpoint_every=1"], check=True, capture_output=True, text=True)
     for result in Path(out, "results").iterdir():
         result.unlink()  # as when it was stopped after its last round
@@ -117,7 +116,7 @@ def test_report__reads_runs_with_parts_of_ones_own(tmp_path: Path) -> None:
     done = subprocess.run(verify, capture_output=True, text=True, check=False)
     assert done.returncode == 2  # neither verified nor found wrong
     assert "was made with own_method.py; give it with --plugin" in done.stderr
-    assert subprocess.run([*verify, *plugin], capture_output=True, check=False).returncode == 0
+    assert "verified" in invoke("ledger", "verify", run, *plugin)
 
 
 def test_ledger_show__says_what_was_released_in_one_line(tmp_path: Path) -> None:

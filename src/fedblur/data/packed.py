@@ -22,6 +22,7 @@ from fedblur.data.source import Split, Stored, data_folder, fingerprint
 from fedblur.errors import DataError
 
 _PART_BYTES = 2**25  # of samples before compression
+_FAST = 1  # of xz: a tenth larger than its usual 6, in a tenth of the time (colour images: a quarter)
 _NAME = re.compile(r"packed-(train|test)-(\d+)-of-(\d+)-classes-(\d+)\.xz")
 
 
@@ -85,11 +86,12 @@ def _pieces(split: Split) -> Iterator[Split]:
 
 
 def _compressed(part: Split) -> bytes:
-    """Channels last, and each byte as the difference to the same channel of the pixel before it: smaller by a tenth."""
+    """Channels last; in colour each byte is the difference to the same channel of the pixel before: a tenth smaller."""
     tensors = {"x": part.x.permute(0, 2, 3, 1).contiguous(), "y": part.y}
     tensors |= {} if part.writers is None else {"writers": part.writers}
     channels = part.x.shape[1]
-    filters = [{"id": lzma.FILTER_DELTA, "dist": channels}, {"id": lzma.FILTER_LZMA2, "preset": 6}]
+    delta = [{"id": lzma.FILTER_DELTA, "dist": channels}] if channels > 1 else []  # grey: a seventh larger by it
+    filters = [*delta, {"id": lzma.FILTER_LZMA2, "preset": _FAST}]
     return lzma.compress(save(tensors), format=lzma.FORMAT_XZ, filters=filters)
 
 
