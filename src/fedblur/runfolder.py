@@ -84,18 +84,17 @@ class RunFolder:
             return not mine
 
     def begin(self, resolved: Mapping[str, Any]) -> None:
-        """Take the folder for a new run; one that is already there is refused, never overwritten.
+        """Take the folder, which is `held`, for a new run; one that is already there is refused, never overwritten.
 
         Except a run of these very settings that ended before it began (while its data were loaded): it begins anew.
         """
         if self.ledger.exists() and not self.config.exists():
             raise RunError(f"{self.path} holds a ledger and no run: what a search has spent; choose another --out")
-        if self.config.exists() and not self._never_began(resolved):
-            changed = differences(self.resolved(), json.loads(canonical(resolved)))
+        changed = differences(self.resolved(), json.loads(canonical(resolved))) if self.config.exists() else []
+        if self.config.exists() and (changed or self._began()):
             what = f"another configuration ({'; '.join(changed)})" if changed else "this very configuration"
             way_out = "choose another --out" if changed else f"go on with: fedblur resume {self.path}"
             raise RunError(f"{self.path} holds a run of {what}; {way_out}")
-        self._make()
         write_atomically(self.config, (json.dumps(json.loads(canonical(resolved)), indent=2) + "\n").encode())
 
     def _make(self) -> None:
@@ -106,17 +105,14 @@ class RunFolder:
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise RunError(f"{self.path} is not writable; choose another --out")
 
-    def _never_began(self, resolved: Mapping[str, Any]) -> bool:
-        """Nothing was saved, so nothing was paid for: the first checkpoint is older than the first release."""
-        saved = self.checkpoints.exists() or self.rounds.exists() or self.summary.exists()
-        return not saved and not differences(self.resolved(), json.loads(canonical(resolved)))
+    def _began(self) -> bool:
+        """Whether anything was saved; if not, nothing was paid for: a first checkpoint comes before a first release."""
+        return self.checkpoints.exists() or self.rounds.exists() or self.summary.exists()
 
     def abandon(self) -> None:
-        """Take back a folder whose run never started; anything else in it stays."""
-        for path in (self.config, self.engine, self.ledger, self.lock):
+        """Take back what a run wrote that never started; anything else stays, and `held` takes back the folder."""
+        for path in (self.config, self.engine, self.ledger):
             path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # not empty: it was the user's before
-            self.path.rmdir()
 
     def resolved(self) -> dict[str, Any]:
         """The configuration that the run was started with."""
