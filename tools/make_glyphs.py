@@ -95,7 +95,7 @@ def trained(classes: int, steps: int, device: torch.device, dice: torch.Generato
 
 
 @torch.no_grad()
-def axes(body: nn.Sequential, device: torch.device, dice: torch.Generator, count: int = 12000) -> dict[str, Tensor]:
+def axes(body: nn.Sequential, device: torch.device, dice: torch.Generator, count: int) -> dict[str, Tensor]:
     """Of the network's output on new characters the mean, the principal axes [576, MOST] and variances along them."""
     strokes, points = made_up(count, dice)
     pairs = zip(strokes.split(500), points.split(500), strict=True)
@@ -109,6 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8000)
     parser.add_argument("--classes", type=int, default=3000)
+    parser.add_argument("--drawings", type=int, default=12000, help="new characters for the principal axes")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=WEIGHTS)
@@ -116,7 +117,7 @@ def main() -> None:
     torch.manual_seed(options.seed)
     dice = torch.Generator().manual_seed(options.seed)
     body = trained(options.classes, options.steps, options.device, dice)
-    stored = {**body.state_dict(), **axes(body, options.device, dice)}
+    stored = {**body.state_dict(), **axes(body, options.device, dice, options.drawings)}
     arrays = {name: tensor.cpu().contiguous().numpy().astype(np.float16) for name, tensor in stored.items()}
     np.savez_compressed(options.out, **arrays)
     print(f"{options.out}: {options.out.stat().st_size / 1024:.0f} KiB")

@@ -10,6 +10,9 @@ import sys
 
 
 def main() -> None:
+    import sklearn.datasets  # noqa: F401  what a run imports when it first needs it
+    import torch._dynamo  # noqa: F401
+
     from fedblur.cli import app
 
     for line in sys.stdin:

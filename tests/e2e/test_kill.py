@@ -15,7 +15,7 @@ import pytest
 from fedblur.chain import Chain
 from fedblur.ledger import read_spends
 
-KILLS, ROUNDS = 20, 400
+KILLS, ROUNDS = 20, 200
 FLAGS = [
     "--seed", "5", "--rounds", str(ROUNDS), "--sample-rate", "0.1", "--method", "blur+lus", "--quiet",
     "--set", "checkpoint_every=3", "--set", "eval_every=50", "--set", "averaging=ema", "--set", "server=momentum",

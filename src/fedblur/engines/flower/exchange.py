@@ -63,7 +63,7 @@ class Exchange:
                 if values is not None:
                     yield node, values
             left = end - time.monotonic()
-            if left <= 0:
+            if not pending or left <= 0:  # the last reply ends the wait, not the pause after it
                 break
             time.sleep(min(pause, left))
             pause = min(1.5 * pause, _LONGEST)
