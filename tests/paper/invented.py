@@ -36,10 +36,8 @@ def result_of(cell: Cell, accuracy: float, norm: float) -> dict:
     """The keys that a page reads."""
     config, voting = cell.config, cell.config.voting is not None
     clip = config.clip_norm
-    norms = [
-        {"round": t, "norm_quantiles": [q * norm * clip for q in (0.5, 0.8, 1.0, 1.2, 2.0)], "clip_norm": clip}
-        for t in (1, config.rounds)
-    ]
+    quantiles = [q * norm * clip for q in (0.5, 0.8, 1.0, 1.2, 2.0)]
+    norms = [{"round": t, "norm_quantiles": quantiles, "clip_norm": clip, "kappa": 0.5} for t in (1, config.rounds)]
     return {
         "table": cell.table,
         "cell": cell.name,
@@ -54,7 +52,7 @@ def result_of(cell: Cell, accuracy: float, norm: float) -> dict:
         "accuracy": accuracy,
         "evaluated_on": config.evaluate,
         "parameters": 1_000_000,
-        "privacy": {"signal_to_noise": None if voting else 2.0 + (config.epsilon or 0)},
+        "privacy": {"signal_to_noise": None if voting else 2.0 + (config.epsilon or 0), "expected_cohort": 25.0},
         "local_only": {"clipped_share": None, **VOTES} if voting else {"clipped_share": 0.9},
         "seconds": 60.0,
         "curve": [[1, 0.01], [config.rounds, accuracy]],

@@ -62,6 +62,7 @@ def test_page__of_all_results_has_every_verdict_and_figure(tmp_path: Path) -> No
     page.write()
     assert "not yet measured" not in page.text
     assert "Nothing: every cell of every table has been measured" in page.text
+    assert page.text.count("46 %") == 3  # √(0.5² − 1/25) of their length is what updates have in common
     assert f"{cells:.1f} GPU minutes so far" in page.text or f"{cells} GPU minutes so far" in page.text
     verdicts = dict(re.findall(r"^\| (C\d+)\..*?\| \*\*(.*?)\*\*", page.text, re.MULTILINE))
     assert len(verdicts) == 10
@@ -92,7 +93,7 @@ def test_spent__counts_what_ran_on_a_cpu_apart(tmp_path: Path) -> None:
         store.write(key, {**store.found[key], "machine": "sequential, 2 workers on cpu", "hardware": "a CPU"})
     sentence = spent(read_document(folder))
     assert sentence.startswith("7.0 GPU minutes so far")
-    assert "for 7 of 242 cells on an invented GPU and 5 more on CPUs," in sentence
+    assert "for 7 of 244 cells on an invented GPU and 5 more on CPUs," in sentence
 
 
 def test_page__of_equal_methods_says_that_claims_do_not_hold(tmp_path: Path) -> None:

@@ -97,6 +97,8 @@ def names(document: Document, plots: Mapping[str, Drawing]) -> dict[str, Any]:
         "printed_rise": lambda source, low, high: printed_rise(document, source, low, high),
         "accuracy": lambda name, label, axes: accuracy(document, name, label, axes),
         "differ": lambda name, label, one, other: differ(document, name, label, one, other),
+        "lower": lambda name, label, one, other: lower(document, name, label, one, other),
+        "common": lambda name, label, axes: common(document, name, label, axes),
         "late_rise": lambda name, label, axes: late_rise(document, name, label, axes),
         "below": lambda name, label, axes: below(document, name, label, axes),
         "share": lambda name, label, axes, key: share(document, name, label, axes, key),
@@ -183,12 +185,41 @@ def accuracy(document: Document, name: str, label: str, axes: Mapping[str, Any])
 
 def differ(document: Document, name: str, label: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool | None:
     """Whether two settings of a method differ by more than chance; None where one is not measured."""
+    found = _difference(document, name, label, one, other)
+    return None if found is None else abs(found[0]) > found[1]
+
+
+def lower(document: Document, name: str, label: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool | None:
+    """Whether the first of two settings is less accurate, by more than chance; None where one is not measured."""
+    found = _difference(document, name, label, one, other)
+    return None if found is None else found[0] < -found[1]
+
+
+def _difference(
+    document: Document, name: str, label: str, one: Mapping[str, Any], other: Mapping[str, Any]
+) -> tuple[float, float] | None:
+    """Of two settings' means in points, and two standard errors of it."""
     rows = [document.group(name, label, axes) for axes in (one, other)]
     means = [row.accuracy for row in rows if row is not None and row.accuracy is not None]
     if len(means) < 2:
         return None
-    seeds = min(len(row.results) for row in rows if row is not None)
-    return abs(means[0] - means[1]) > chance(document, name, seeds)
+    return means[0] - means[1], chance(document, name, min(len(row.results) for row in rows if row is not None))
+
+
+def common(document: Document, name: str, label: str, axes: Mapping[str, Any]) -> str:
+    """How much of its length S an update shares with the others of its cohort, at the end of a run.
+
+    κ is the length of the cohort's mean in units of S. Updates without anything in common would give 1/√P̄, so the rest
+    is √(κ² − 1/P̄); over the last tenth of the recorded rounds, as one cohort is a small sample.
+    """
+    row = document.group(name, label, axes)
+    norms = row.results[0]["norms"] if row is not None and row.results else []
+    lengths = [item["kappa"] for item in norms if "kappa" in item]
+    if row is None or not lengths:
+        return OPEN
+    last = lengths[-max(1, len(lengths) // 10) :]
+    rest = sum(kappa**2 for kappa in last) / len(last) - 1 / row.results[0]["privacy"]["expected_cohort"]
+    return f"{100 * max(0.0, rest) ** 0.5:.0f} %"
 
 
 def share(document: Document, name: str, label: str, axes: Mapping[str, Any], key: str) -> str:

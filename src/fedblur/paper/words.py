@@ -9,6 +9,7 @@ from typing import Any
 SYMBOLS = {
     "epsilon": "ε",
     "partition.alpha": "α",
+    "partition.samples_per_client": "images a user",
     "clients": "N",
     "method.lus.sparsity": "c",
     "method.blur.strength": "λ",
