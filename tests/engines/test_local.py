@@ -1,9 +1,12 @@
-"""Blocks that are filled up for compiled code: the same updates, and few sizes."""
+"""Blocks: filled up for compiled code, which changes no update; halved where memory runs out, which loses no client."""
 
+from typing import Any
+
+import pytest
 import torch
 
 from fedblur.config import LocalTraining
-from fedblur.engines import LocalEngine
+from fedblur.engines import LocalEngine, local
 from fedblur.engines.choice import block_sizes
 from fedblur.rng import Seeded
 from tests.worlds import SmallCnn, job_for, packed
@@ -24,3 +27,45 @@ def test_block_sizes__cover_nearly_all_poisson_cohorts_with_two() -> None:
     small, large = block_sizes(2048, 136.0)
     assert (small, large) == (152, 184)
     assert block_sizes(100, 136.0) == (100,)  # memory allows no more: all blocks but the last are full
+
+
+def short_of_memory(monkeypatch: pytest.MonkeyPatch, room: int, recorded: bool) -> list[int]:
+    """A device that holds so few clients at once; `recorded`: every attempt leaves recordings that can be let go."""
+    tried: list[int] = []
+    train = local.train_block
+
+    def cramped(job: Any, shard: Any, work: Any, *how: Any) -> Any:
+        tried.append(len(work.seeds))
+        if len(tried) > 50:
+            raise AssertionError("it would go on for ever")
+        if len(work.seeds) > room:
+            raise torch.OutOfMemoryError
+        return train(job, shard, work, *how)
+
+    monkeypatch.setattr(local, "train_block", cramped)
+    monkeypatch.setattr(local, "forget_recordings", lambda: recorded)
+    return tried
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_blocks__are_halved_where_memory_runs_out_and_every_client_counts_once(
+    monkeypatch: pytest.MonkeyPatch, recorded: bool
+) -> None:
+    job, population = job_for(SmallCnn(), local=LocalTraining(steps=2, batch_size=4)), packed([4] * 11)
+    ids, rng = torch.arange(11), Seeded.root(0)
+    (plain,) = LocalEngine(population, torch.device("cpu"), True, 16).map_clients(job, ids, rng)
+    tried = short_of_memory(monkeypatch, 3, recorded)
+    engine = LocalEngine(population, torch.device("cpu"), True, 16)
+    blocks = list(engine.map_clients(job, ids, rng))
+    torch.testing.assert_close(torch.cat([block.bounded.value for block in blocks]), plain.bounded.value)
+    assert [len(block.bounded.value) for block in blocks] == [2, 2, 2, 2, 2, 1]
+    assert tried == ([11] if recorded else []) + [11, 5, 2, 2, 2, 2, 2, 1]  # recordings are let go once, then halves
+    assert engine.block_size == 2
+
+
+def test_blocks__a_device_without_room_for_one_client_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_for(SmallCnn(), local=LocalTraining(steps=1, batch_size=4))
+    short_of_memory(monkeypatch, 0, recorded=True)
+    engine = LocalEngine(packed([4] * 3), torch.device("cpu"), True, 16)
+    with pytest.raises(torch.OutOfMemoryError):
+        list(engine.map_clients(job, torch.arange(3), Seeded.root(0)))

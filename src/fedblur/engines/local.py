@@ -57,20 +57,24 @@ class LocalEngine:
             return
         shard = self.population.fetch(ids)
         waiting = torch.argsort(shard.sizes, stable=True)  # clients of like size share a block: less padding
+        cramped = False
         while len(waiting):
             chosen = waiting[: self.block_size]
             try:
                 block = self._train(job, shard, ids, chosen, rng)
             except torch.OutOfMemoryError:
-                if not self._made_room(len(chosen)):
+                if not self._made_room(len(chosen), cramped):
                     raise
+                cramped = True
                 continue
             yield block
+            cramped = False
             waiting = waiting[len(chosen) :]
 
-    def _made_room(self, clients: int) -> bool:
-        """Recorded steps are let go first; where there are none, the block is halved, down to one client."""
-        if not forget_recordings():
+    def _made_room(self, clients: int, cramped: bool) -> bool:
+        """Recorded steps are let go first; where that did not help or there are none, the block is halved, down to one
+        client. The same block records its steps again: to let those go again and again would never end."""
+        if not forget_recordings() or cramped:
             if clients == 1:
                 return False
             self.block_size = clients // 2
