@@ -8,6 +8,7 @@ import torch
 from fedblur.config import LocalTraining
 from fedblur.engines import LocalEngine, local
 from fedblur.engines.choice import block_sizes
+from fedblur.errors import ModelError
 from fedblur.rng import Seeded
 from tests.worlds import SmallCnn, job_for, packed
 
@@ -67,5 +68,5 @@ def test_blocks__a_device_without_room_for_one_client_says_so(monkeypatch: pytes
     job = job_for(SmallCnn(), local=LocalTraining(steps=1, batch_size=4))
     short_of_memory(monkeypatch, 0, recorded=True)
     engine = LocalEngine(packed([4] * 3), torch.device("cpu"), True, 16)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(ModelError, match="does not fit into the memory of cpu: use a smaller local.batch_size"):
         list(engine.map_clients(job, torch.arange(3), Seeded.root(0)))

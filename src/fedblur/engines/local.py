@@ -20,6 +20,7 @@ from fedblur.capturing import forget_recordings
 from fedblur.client import Block, ClientJob, train_block
 from fedblur.clipping import Bounded
 from fedblur.data.population import Population, Shard
+from fedblur.errors import ModelError
 from fedblur.rng import Rng
 
 EngineName = Literal["auto", "vectorised", "sequential"]
@@ -62,9 +63,12 @@ class LocalEngine:
             chosen = waiting[: self.block_size]
             try:
                 block = self._train(job, shard, ids, chosen, rng)
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError as error:
                 if not self._made_room(len(chosen), cramped):
-                    raise
+                    raise ModelError(
+                        f"one client's local training does not fit into the memory of {self.device}: "
+                        "use a smaller local.batch_size, a smaller model, or --device cpu"
+                    ) from error
                 cramped = True
                 continue
             yield block

@@ -26,7 +26,7 @@ from fedblur.data.cache import cache_folder
 from fedblur.data.population import Packed
 from fedblur.engines.choice import KINDS, Choice, Kind, choose_engine, rule
 from fedblur.engines.local import suitable_threads
-from fedblur.errors import FedBlurError
+from fedblur.errors import FedBlurError, ModelError
 from fedblur.rng import Seeded
 from fedblur.threads import usable_cores
 
@@ -90,7 +90,7 @@ def _attempt(work: Work, device: torch.device, kind: Kind, clients: int) -> floa
     """`_seconds`, or forever for a model that `vmap` refuses or memory does not hold."""
     try:
         return _seconds(work, device, kind, clients)
-    except RuntimeError:
+    except (RuntimeError, ModelError):
         return math.inf
 
 
