@@ -68,6 +68,7 @@ TASKS = {
     "cnn_a": Task("CNN-A", {"name": "cnn", "variant": "a"}, (1, 28, 28), 62, 136, 64),
     "gn_cnn": Task("GN-CNN", "gn_cnn", (1, 28, 28), 62, 136, 64),
     "resnet18": Task("ResNet-18", "resnet18", (3, 32, 32), 10, 30, 50),
+    "resnet18_users": Task("ResNet-18, 160 clients of 10 images", "resnet18", (3, 32, 32), 10, 160, 10),
     "resnet18_blocks": Task("ResNet-18, blocks of 34", "resnet18", (3, 32, 32), 10, 136, 64, block=34),
 }
 METHODS: tuple[Method, ...] = (Blur(0.4), Lus(0.7))
