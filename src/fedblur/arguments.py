@@ -27,3 +27,8 @@ def check_arguments(config: Any, machine: Any, federation: Any, module: Any) -> 
         if value is not None and not isinstance(value, kind):
             what = value.__name__ if isinstance(value, type) else type(value).__name__
             raise ConfigError(f"{name}={what} must be {words}")
+    if config is not None and federation is not None and config.clients not in (None, federation.train.clients):
+        raise ConfigError(
+            f"clients={config.clients} has no effect on data of your own, which have {federation.train.clients} "
+            "training clients: leave it out, or take fewer where you make them"
+        )

@@ -209,6 +209,7 @@ def train(**given: object) -> fedblur.Run:
         (lambda: fedblur.Config(local=5), "local=5"),
         (lambda: fedblur.LocalTraining(steps="ten"), "local.steps='ten'"),
         (lambda: fedblur.train({"rounds": 3}), "must be a fedblur.Config"),
+        (lambda: fedblur.train(fedblur.Config(clients=50), federation=arrays()), "clients=50 has no effect on data of"),
         (lambda: train(module=nn.Linear), "an instance, not its class"),
         (lambda: train(federation=(1, 2)), "fedblur.federation_from_arrays"),
         (lambda: train(machine="cpu"), 'fedblur.Machine(device="cpu")'),

@@ -20,7 +20,6 @@ from fedblur.config import Config, canonical, config_hash, from_dict
 from fedblur.errors import ConfigError
 from fedblur.experiments import read_spec
 from fedblur.plugins import read_config
-from fedblur.report.audit_plot import plot_audit
 from fedblur.report.progress import bar
 from fedblur.runfolder import RunFolder
 from fedblur.setup import Machine
@@ -117,6 +116,8 @@ def _one(
             config, folder / "ledgers" / key, canaries=canaries, held_out=held_out, remove_noise=removed,
             machine=machine, tick=tick,
         )  # fmt: skip
+    from fedblur.report.audit_plot import plot_audit  # matplotlib is slow to import
+
     plot_audit(found, path.with_suffix(".png"))
     result: dict[str, Any] = json.loads(canonical({"name": name, **found.facts()}))
     write_atomically(path, (json.dumps(result, indent=2) + "\n").encode())
