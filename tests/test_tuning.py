@@ -256,6 +256,13 @@ def test_proxy__chooses_elsewhere_and_costs_one_ordinary_run(tmp_path: Path) -> 
         tune_on_proxy([weak, OTHER], {"dataset": "digits"}, tmp_path / "y", CPU)
 
 
+def test_proxy__the_same_people_with_other_settings_are_not_public(tmp_path: Path) -> None:
+    writers = [Config(dataset="femnist"), Config(dataset="femnist", clip_norm=0.2)]
+    proxy = {"dataset": {"name": "femnist", "min_samples": 50}}
+    with pytest.raises(ConfigError, match="proxy='femnist' is the private data set itself"):
+        tune_on_proxy(writers, proxy, tmp_path / "x", CPU)
+
+
 GRID = """
 [base]
 dataset = "digits"

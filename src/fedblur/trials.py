@@ -19,6 +19,7 @@ import torch
 from fedblur.checkpoint import write_atomically
 from fedblur.config import Config, canonical, config_hash, from_dict, to_dict
 from fedblur.data.population import Federation
+from fedblur.data.raw import Generated
 from fedblur.engines.distributed import demand_one_process
 from fedblur.errors import ConfigError, RunError
 from fedblur.evaluation import accuracy_by_client
@@ -196,7 +197,8 @@ def _complete(folder: RunFolder) -> bool:
 def _on_proxy(config: Config, proxy: dict[str, Any]) -> Config:
     table = to_dict(config) | {"partition": None, "evaluate": "validation"} | proxy
     trial = from_dict(table)
-    if trial.dataset == config.dataset:
+    drawn = isinstance(config.dataset, Generated) and trial.dataset != config.dataset  # nobody's data, and others
+    if trial.dataset.part_name == config.dataset.part_name and not drawn:  # other settings are about the same people
         raise ConfigError(
             f"proxy={config.dataset.part_name!r} is the private data set itself; trials on it are not free"
         )
