@@ -150,7 +150,7 @@ def expectation(ratio: float) -> str:
     if math.isinf(ratio):
         return "No noise: nothing limits learning but clipping, and nobody is protected."
     if ratio < 1:
-        meaning = "the noise exceeds the largest possible signal; this will not learn"
+        meaning = "the noise exceeds the largest possible signal; expect little, though R is a bound and no forecast"
     elif ratio < 2:
         meaning = "weak; it may learn, at a large cost in accuracy"
     elif ratio < 5:

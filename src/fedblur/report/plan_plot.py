@@ -16,7 +16,7 @@ from fedblur.planning import ACCOUNTANTS, Outlook, Setting, at_epsilon, comparab
 
 COLOURS: dict[Accountant, str] = {"pld": "#1b6ca8", "rdp": "#c8553d"}
 BANDS = (
-    (0.0, 1.0, "will not learn"),
+    (0.0, 1.0, "more noise than signal"),
     (1.0, 2.0, "weak"),
     (2.0, 5.0, "learnable"),
     (5.0, math.inf, "comfortable"),
