@@ -93,7 +93,7 @@ def test_spent__counts_what_ran_on_a_cpu_apart(tmp_path: Path) -> None:
         store.write(key, {**store.found[key], "machine": "sequential, 2 workers on cpu", "hardware": "a CPU"})
     sentence = spent(read_document(folder))
     assert sentence.startswith("7.0 GPU minutes so far")
-    assert "for 7 of 244 cells on an invented GPU and 5 more on CPUs," in sentence
+    assert "for 7 of 250 cells on an invented GPU and 5 more on CPUs," in sentence
 
 
 def test_page__of_equal_methods_says_that_claims_do_not_hold(tmp_path: Path) -> None:
