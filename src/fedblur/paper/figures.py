@@ -9,6 +9,7 @@ kind = "signal"   accuracy against R over all runs on test data
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -113,11 +114,11 @@ def _norm_series(document: Document, plot: Plot) -> Series:
 
 
 def _signal_series(document: Document, plot: Plot) -> Series:
-    """[R, accuracy, whether the server is the paper's, methods] of every run on test data, by data and model."""
+    """[R, accuracy, whether the server is the paper's, methods] of noisy runs on test data, by data and model."""
     found: Series = {}
     for result in sorted(document.own_results(), key=lambda result: str(result["settings"])):
         ratio, config = result["privacy"].get("signal_to_noise"), result["config"]
-        if ratio is None or result["evaluated_on"] != "test":
+        if ratio is None or not math.isfinite(float(ratio)) or result["evaluated_on"] != "test":
             continue
         printed = config["server"]["name"] == "sgd" and config["server"]["learning_rate"] == 1
         size = f"{result['parameters'] / 1e6:.3g}M"
