@@ -214,6 +214,9 @@ def parse_delta(value: float | str, clients: int) -> float:
 class Noise(Protocol):
     """The side of a mechanism that accounting sees."""
 
+    @property
+    def shows_cohort(self) -> bool: ...
+
     def event(self, noise_multiplier: float) -> Event: ...
 
 
@@ -257,6 +260,7 @@ def make_plan(
     if (epsilon is None) == (noise_multiplier is None):
         raise ConfigError(f"epsilon={epsilon} and noise_multiplier={noise_multiplier}: give exactly one of them")
     fixed = parse_delta(delta, sampler.clients)
+    sampler = sampler.seen() if mechanism.shows_cohort else sampler
     if noise_multiplier is None:
         assert epsilon is not None
         noise_multiplier = calibrate(

@@ -8,7 +8,7 @@ constant.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -50,6 +50,10 @@ class Sampler(Protocol):
         """The event of releasing `inner` on such a cohort."""
         ...
 
+    def seen(self) -> Sampler:
+        """The same cohorts, where a release tells how many clients came."""
+        ...
+
 
 class Sampling(Protocol):
     """A part of kind "sampling": makes the sampler for a population."""
@@ -63,10 +67,15 @@ class PoissonSampler:
 
     Formal guarantees: membership is independent between clients and rounds, as `PoissonSampled` assumes; the
     53 random bits of a draw bias the probability by at most 2^-53. At rate 1 everyone joins.
+
+    Where the cohort's size is seen, sampling amplifies nothing here: given the size, that one client came means that
+    another one did not, so a client moves the sum by its own update and by somebody else's (up to 2S). An adversary
+    with all others' data would learn more than `PoissonSampled` accounts for.
     """
 
     clients: int  # N
     rate: float  # p
+    size_seen: bool = False
 
     @property
     def expected_cohort(self) -> float:
@@ -78,13 +87,21 @@ class PoissonSampler:
 
     @property
     def description(self) -> str:
-        return f"Poisson: each of {self.clients:,} clients joins a round with probability {self.rate:g}"
+        seen = "; how many came can be seen, so sampling amplifies nothing" if self._exposed else ""
+        return f"Poisson: each of {self.clients:,} clients joins a round with probability {self.rate:g}{seen}"
+
+    @property
+    def _exposed(self) -> bool:
+        return self.size_seen and self.rate < 1
 
     def cohort(self, rng: Rng) -> Tensor:
         return torch.from_numpy(np.flatnonzero(rng.uniform(self.clients) < self.rate))
 
     def event(self, inner: Event) -> Event:
-        return PoissonSampled(self.rate, inner)
+        return inner if self._exposed else PoissonSampled(self.rate, inner)
+
+    def seen(self) -> PoissonSampler:
+        return replace(self, size_seen=True)
 
 
 @dataclass(frozen=True)
@@ -117,6 +134,9 @@ class FixedSizeSampler:
     def event(self, inner: Event) -> Event:
         return FixedSizeSampled(self.clients, self.size, inner)
 
+    def seen(self) -> FixedSizeSampler:
+        return self  # everyone knows the size
+
 
 @dataclass(frozen=True)
 class FullSampler:
@@ -141,6 +161,9 @@ class FullSampler:
 
     def event(self, inner: Event) -> Event:
         return inner
+
+    def seen(self) -> FullSampler:
+        return self
 
 
 @register("sampling", "poisson")

@@ -102,6 +102,10 @@ class Overheard:
         self.inner = inner
         self.heard: Tensor | None = None
 
+    @property
+    def shows_cohort(self) -> bool:
+        return self.inner.shows_cohort
+
     def event(self, noise_multiplier: float) -> Event:
         return self.inner.event(noise_multiplier)
 

@@ -116,6 +116,9 @@ class Existing:
     def event(self, inner: Event) -> Event:
         return self.everyone.event(inner)
 
+    def seen(self) -> Existing:
+        return self
+
 
 def check_worst_case(
     case: WorstCase, repetitions: int = 10_000, tick: Callable[[int], None] = lambda done: None

@@ -73,6 +73,11 @@ class MechanismPart(Protocol):
 class Mechanism(Protocol):
     """How bounded updates become a private sum."""
 
+    @property
+    def shows_cohort(self) -> bool:
+        """Whether what is released tells how many clients came, by how much noise there is for instance."""
+        ...
+
     def event(self, noise_multiplier: float) -> Event:
         """What one release costs, before sampling."""
         ...

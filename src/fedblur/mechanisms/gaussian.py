@@ -38,6 +38,10 @@ class Gaussian:
         ideal = "an ideal secure sum of clients' messages, each with its share of the noise (simulated)"
         return server if self.placement == "server" else ideal
 
+    @property
+    def shows_cohort(self) -> bool:
+        return False  # the noise on the sum is the same for every cohort
+
     def bind(self, conditions: Conditions) -> Gaussian:
         return self
 

@@ -27,6 +27,10 @@ from fedblur.mechanisms.grid import Grid, fit_grid, noise_room, round_within
 from fedblur.mechanisms.hadamard import Rotation
 from fedblur.rng import Rng
 
+_TOLD = (
+    "min_cohort lets the noise tell how many clients came, so sampling amplifies nothing: sample_rate=1 would cost the "
+    "same epsilon and give more signal."
+)
 _BROKEN, _DEGRADED = 2.0, 1.05  # inflation of the sensitivity from which a plan says so
 
 
@@ -99,7 +103,8 @@ class SecureSum:
     were sized for abort the round (invariant 8). Events count N + 1 shares, the most that any neighbour can have.
 
     Real clients must add their share before anyone knows who will drop out. With `min_cohort` = m shares have variance
-    (σc)²/m: m of them are enough, more are more noise than was promised, and fewer than m clients abort the round.
+    (σc)²/m: m of them are enough, more are more noise than was promised, and fewer than m clients abort the round. So
+    the noise tells how many came, and sampling amplifies nothing (`PoissonSampler.seen`).
     """
 
     part: DiscreteMechanism
@@ -108,6 +113,11 @@ class SecureSum:
     @property
     def trust(self) -> str:
         return self.part.trust
+
+    @property
+    def shows_cohort(self) -> bool:
+        """With `min_cohort` more clients are more noise, which a million coordinates show; and few abort the round."""
+        return self.part.min_cohort is not None
 
     @property
     def rotation(self) -> Rotation:
@@ -134,8 +144,9 @@ class SecureSum:
             f"{share:.4g}; rounding makes the sensitivity {grid.inflation:.4g} S; if all updates align, a coordinate "
             f"wraps around with a chance of {overflow_share(self.part.k_stddevs):.2g}."
         )
+        told = (_TOLD,) if self.shows_cohort and here.expected_cohort < here.clients else ()
         if grid.inflation < _DEGRADED:
-            return (figures,)
+            return (figures, *told)
         plain = noise_multiplier / grid.inflation
         word = "broken here" if grid.inflation >= _BROKEN else "coarse here"
         reason = (
@@ -143,7 +154,7 @@ class SecureSum:
             f"S = {grid.clip_steps:.3g} steps to {grid.sensitivity:.3g}, so the same epsilon needs noise of "
             f"{noise_multiplier:.3g} S where {plain:.3g} S would do; {self._way_out(plain)}."
         )
-        return (reason, figures)
+        return (reason, figures, *told)
 
     def _way_out(self, plain: float) -> str:
         for bits in range(self.part.bits + 1, 25):

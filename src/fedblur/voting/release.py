@@ -30,6 +30,10 @@ class VoteNoise:
     checks: int = 0
     check_noise: float = 1.0  # σ₁/σ_v
 
+    @property
+    def shows_cohort(self) -> bool:
+        return False  # everyone votes
+
     def event(self, noise_multiplier: float) -> Event:
         """σ_v is the multiplier times √(Q + C·(σ_v/σ₁)²): for one query it is the multiplier itself."""
         noise_std = noise_multiplier * math.sqrt(self.queries + self.checks / self.check_noise**2)
