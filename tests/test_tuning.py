@@ -144,6 +144,19 @@ def test_statement__says_how_settings_were_chosen_and_what_it_cost(won: Path, tm
     assert "chosen privately among 2 configurations" in page
     assert "the choice costs" in page
     assert "not recorded" not in page
+    assert "1 release of the winner of a private search" in page
+    assert "a release that would exceed" in page
+    assert "NOT for" not in page  # scores were noisy
+
+
+def test_statement__of_scores_without_noise_names_whom_it_does_not_protect(won: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(won, tmp_path / "copy")
+    summary = json.loads((copy / "summary.json").read_text())
+    summary["privacy"]["selection"] |= {"score_clients_protected": False}
+    (copy / "summary.json").write_text(json.dumps(summary))
+    statement, path = write_statement(copy)
+    assert f"NOT for the {summary['privacy']['selection']['score_clients']} validation clients" in statement.one_line()
+    assert "settings were chosen by their scores, without noise" in path.with_suffix(".md").read_text()
 
 
 def test_search__can_be_verified_and_an_edited_one_is_found(won: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedblur import accounting
-from fedblur.accounting import zcdp
+from fedblur.accounting import ZERO_OUT, zcdp
 from fedblur.events import Composed, DistributedDiscreteGaussian, Gaussian, PoissonSampled, SelfComposed
 from fedblur.report.statement_words import delta_against, meaning, not_protected
 from tests.cli import invoke
@@ -142,7 +142,43 @@ def test_words__say_what_delta_and_epsilon_permit() -> None:
     assert "publishing one client's data in full" in delta_against(1 / 400, 400)
     assert "Not far below" in delta_against(0.5 / 400, 400)
     assert "Well below" in delta_against(0.01 / 400, 400)
-    assert "88 % sure" in meaning(2.0, 1e-5, seeded=False)  # e²/(1 + e²)
-    assert "nothing is claimed" in meaning(float("inf"), 1e-5, seeded=False)
+    joins = "add or remove one client"
+    assert "a client's taking part was an even bet may become 88 % sure" in meaning(
+        2.0, 1e-5, False, joins
+    )  # e²/(1 + e²)
+    assert "nothing is claimed" in meaning(float("inf"), 1e-5, False, joins)
+    assert "P[E with one client's data] ≤ e^ε · P[E with another's instead]" in meaning(
+        2.0, 1e-5, False, "replace one client"
+    )
+    assert "P[E with a client's data] ≤ e^ε · P[E with none in their place]" in meaning(2.0, 1e-5, False, ZERO_OUT)
     assert "floating-point" in " ".join(not_protected(discrete=False))
     assert "floating-point" not in " ".join(not_protected(discrete=True))
+
+
+DISCRETE = ["--set", "mechanism.name=ddgauss", "--set", "mechanism.mode=exact", "--set", "mechanism.bits=20"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said", "unsaid"),
+    [
+        (["--set", "sampling=fixed", "--set", "accountant=rdp"], ["with another's instead", "are drawn at random"],
+         ["taking part", "independent draws"]),
+        ([*DISCRETE, "--set", "mechanism.min_cohort=2", "--set", "accountant=rdp"],
+         ["with none in their place", "σ·S on the sum of 2 clients, and √(n/2) times that", "amplifies nothing"],
+         ["taking part", "independent draws"]),
+        (["--set", "clipping=adaptive"], ["times the round's S on the sum", "clipped to at most the round's S, which "
+         "started at 0.1, has come to"], ["standard deviation σ·S"]),
+        (["--method", "ae-dpfl"], ["1 release of labels by noisy votes", "on every count of votes, ",
+         "Whoever the public pool belongs to"], ["noisy sums", "independent draws", "a round that would"]),
+        ([], ["a client's taking part was an even bet", "independent draws", "deviation σ·S on the sum, on all"],
+         ["public pool", "validation clients"]),
+    ],
+    ids=["fixed", "min-cohort", "adaptive", "votes", "plain"],
+)  # fmt: skip
+def test_statement__says_what_is_true_of_this_very_run(
+    flags: list[str], said: list[str], unsaid: list[str], tmp_path: Path
+) -> None:
+    invoke("run", "--rounds", 2, "--clients", 60, "--sample-rate", 0.2, "--quiet", "--out", tmp_path / "run", *flags)
+    text = (tmp_path / "run" / "statement.md").read_text()
+    assert [words for words in said if words not in text] == []
+    assert [words for words in unsaid if words in text] == []

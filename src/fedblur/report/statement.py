@@ -19,7 +19,8 @@ from fedblur.checkpoint import write_atomically
 from fedblur.config import canonical, config_hash, from_dict
 from fedblur.errors import RunError
 from fedblur.report.page import Page, Section, html, markdown
-from fedblur.report.statement_words import QUESTIONS, assumed, delta_against, meaning, not_protected
+from fedblur.report.statement_how import how
+from fedblur.report.statement_words import QUESTIONS, assumed, counted, delta_against, meaning, not_protected
 from fedblur.runfolder import RunFolder
 from fedblur.verification import ACCOUNTANTS, Books, compose, read_books, read_json, verify
 
@@ -57,7 +58,26 @@ class Statement:
 
     @property
     def discrete(self) -> bool:
-        return self.privacy["clip_norm"] is not None and self.config["mechanism"]["name"] in ("ddgauss", "skellam")
+        return not self.votes and self.config["mechanism"]["name"] in ("ddgauss", "skellam")
+
+    @property
+    def votes(self) -> bool:
+        """Whether labels were released, not sums of updates."""
+        return self.privacy["clip_norm"] is None
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """How a private search found this run; empty for a run of its own."""
+        return self.privacy.get("selection") or {}
+
+    @property
+    def scored(self) -> int:
+        """Validation clients whose scores decided without noise."""
+        open_ = self.chosen and not self.chosen["score_clients_protected"]
+        return int(self.chosen["score_clients"]) if open_ else 0
+
+    def not_protected(self) -> tuple[str, ...]:
+        return not_protected(self.discrete, self.votes, self.scored)
 
     def epsilons(self) -> dict[str, float | None]:
         return {name: self.books.epsilon(name) for name in ACCOUNTANTS}
@@ -74,8 +94,8 @@ class Statement:
         verified = "ledger verified" if not self.findings else "LEDGER NOT VERIFIED"
         claim = (
             f"ε = {rounded_up(main)} at δ = {delta:.3g} ({self.books.budget.accountant.upper()}{also}), "
-            f"{self.privacy['adjacency']}, {_count(len(self.books.spends), 'release')}, {verified}"
-        )
+            f"{self.privacy['adjacency']}, {counted(len(self.books.spends), 'release')}, {verified}"
+        ) + f", NOT for the {self.scored} validation clients" * bool(self.scored)
         return f"{self.not_private.upper()} (with secret noise: {claim})" if self.not_private else claim
 
     def facts(self) -> dict[str, Any]:
@@ -97,8 +117,8 @@ class Statement:
             "runs_composed": 1 + len(self.also),
             "total": {"delta": total_delta, "epsilon": total},
             "tuning": self.tuning or None,
-            "assumed": list(assumed(self.seeded)),
-            "not_protected": list(not_protected(self.discrete)),
+            "assumed": list(assumed(self.seeded, self.privacy["sampling"])),
+            "not_protected": list(self.not_protected()),
             "seed": self.config.get("seed"),
             "versions": self.summary["versions"],
             "config_hash": self._config_hash(),
@@ -143,7 +163,7 @@ def page_of(statement: Statement) -> Page:
     if statement.findings:
         notice = f"{notice or ''} The ledger could not be verified: {'; '.join(statement.findings)}.".strip()
     sections = (
-        _claim(statement), _who(statement), _how(statement), _tuning(statement), _limits(statement), _record(statement),
+        _claim(statement), _who(statement), how(statement), _tuning(statement), _limits(statement), _record(statement),
     )  # fmt: skip
     return Page("Privacy statement", statement.one_line(), notice, sections)
 
@@ -163,7 +183,8 @@ def _claim(statement: Statement) -> Section:
         if rho is None
         else f"ρ = {rho:.4g}"
     )
-    text = _introduction(statement) + meaning(epsilons[statement.books.budget.accountant], delta, statement.seeded)
+    main, neighbours = epsilons[statement.books.budget.accountant], statement.privacy["adjacency"]
+    text = _introduction(statement) + meaning(main, delta, statement.seeded, neighbours)
     title = "The claim" if statement.not_private is None else "What is not claimed for this run"
     return Section(title, text, [*each, ("δ", f"{delta:.4g}. {delta_against(delta, clients)}"), ("zCDP", zero)])
 
@@ -175,9 +196,15 @@ def _introduction(statement: Statement) -> str:
     return (
         f"A model ({model}, {summary['parameters']:,} parameters) was trained by federated learning "
         f"({methods}) on the data of {summary['clients']:,} clients, with "
-        f"{_count(len(statement.books.spends), 'release')} of noisy sums. Its accuracy is "
+        f"{counted(len(statement.books.spends), 'release')} of {_released(statement)}. Its accuracy is "
         f"{100 * summary['accuracy']:.1f} % on {summary['evaluated_on']} data. "
     )
+
+
+def _released(statement: Statement) -> str:
+    if statement.chosen:
+        return "the winner of a private search, with all that its training released"
+    return "labels by noisy votes" if statement.votes else "noisy sums"
 
 
 def _who(statement: Statement) -> Section:
@@ -192,58 +219,6 @@ def _who(statement: Statement) -> Section:
     if statement.summary["data_note"]:
         rows.append(("about the data", statement.summary["data_note"]))
     return Section("Who is protected, and from whom", "", rows)
-
-
-def _how(statement: Statement) -> Section:
-    privacy, spends = statement.privacy, statement.books.spends
-    rows = [("mechanism", _mechanism(statement))]
-    if privacy["clip_norm"] is not None:
-        rows += [
-            ("bounded contribution", f"the l2 norm of each client's whole update is {_bounding(privacy)}"),
-            (
-                "noise",
-                f"σ = {privacy['noise_multiplier']:.4g}, standard deviation σ·S on the sum, on {privacy['support']}",
-            ),
-            ("denominator", f"the constant pN = {privacy['expected_cohort']:g}; no client weights"),
-        ]
-    else:
-        rows.append(("noise", f"standard deviation {privacy['vote_noise_std']:.4g} on {privacy['queries']:,} counts"))
-    methods = " and ".join(method["name"] for method in statement.config["method"])
-    if methods and privacy["clip_norm"] is not None:
-        words = "inside each client, before its update is bounded: what is claimed does not depend on it"
-        rows.append(("local method", f"{methods}, {words}"))
-    repeated = len(spends) - len({round_ for round_, _ in spends})
-    rows += [
-        ("sampling", privacy["sampling"]),
-        ("releases", f"{len(spends)}" + (f", {repeated} of them rounds repeated after a crash" if repeated else "")),
-        ("epsilon is enforced", f"a round that would exceed {_budget(statement)} is refused before it starts"),
-    ]
-    return Section("How", "", rows)
-
-
-def _budget(statement: Statement) -> str:
-    budget = statement.books.budget
-    limit = f"ε = {budget.epsilon:g} or " if math.isfinite(budget.epsilon) else ""
-    return f"{limit}the planned {_count(budget.rounds, 'round')}"
-
-
-_MECHANISMS = {
-    "gaussian": "Gaussian noise on the sum of bounded updates",
-    "ddgauss": "discrete Gaussian noise on whole numbers, summed modulo a power of two (DDGauss)",
-    "skellam": "Skellam noise on whole numbers, summed modulo a power of two",
-}
-
-
-def _mechanism(statement: Statement) -> str:
-    settings = statement.config["mechanism"]
-    if statement.privacy["clip_norm"] is None or settings["name"] not in _MECHANISMS:
-        return str(statement.privacy["mechanism"])
-    others = ", ".join(f"{key} = {value}" for key, value in settings.items() if key != "name")
-    return f"{_MECHANISMS[settings['name']]} ({others})"
-
-
-def _bounding(privacy: dict[str, Any]) -> str:
-    return str(privacy["clipping"]).replace("clip_norm", f"S = {float(privacy['clip_norm']):g}", 1)
 
 
 def _tuning(statement: Statement) -> Section:
@@ -270,8 +245,8 @@ def _limits(statement: Statement) -> Section:
         "",
         [],
         lists=(
-            ("Assumed", assumed(statement.seeded)),
-            ("Not protected", not_protected(statement.discrete)),
+            ("Assumed", assumed(statement.seeded, statement.privacy["sampling"])),
+            ("Not protected", statement.not_protected()),
             ("Questions to ask", QUESTIONS),
         ),
     )
@@ -314,7 +289,3 @@ def rounded_up(value: float | None) -> str:
     if value is None:
         return "no bound"
     return f"{math.ceil(1000 * value - 1e-6) / 1000:.3f}" if math.isfinite(value) else "∞"
-
-
-def _count(count: int, word: str) -> str:
-    return f"{count:,} {word}" + ("" if count == 1 else "s")

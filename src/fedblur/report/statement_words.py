@@ -13,8 +13,16 @@ _ASSUMED = (
     ),
     ("The trusted party named above runs this code unchanged and releases only the models.", False),
     ("Noise and cohorts are secret, drawn by the operating system's random generator, and that is sound.", True),
-    ("Clients' participations in a round are independent draws; only the trusted party learns who took part.", False),
 )
+_PARTICIPATION = {  # by how the sampling is described
+    "Poisson": "Clients' participations in a round are independent draws; only the trusted party learns who took part.",
+    "fixed": "The clients of a round are drawn at random; only the trusted party learns who took part.",
+}
+_NEIGHBOURS = {  # by how the neighbours are stated: the two worlds, and what someone may want to know
+    "add or remove": ("with a client", "without it", "a client's taking part"),
+    "replace": ("with one client's data", "with another's instead", "which of two guesses at a client's data is right"),
+    "one client's data": ("with a client's data", "with none in their place", "whether a client's data were used"),
+}
 
 QUESTIONS = (
     "Can one person be several clients, or share data with others?",
@@ -24,17 +32,25 @@ QUESTIONS = (
 )
 
 
-def assumed(seeded: bool) -> tuple[str, ...]:
-    """What the claim rests on; a seeded run is told which part it lacks."""
-    return tuple(f"{line} {_FAILS}" if seeded and needs_secrets else line for line, needs_secrets in _ASSUMED)
+def assumed(seeded: bool, sampling: str) -> tuple[str, ...]:
+    """What the claim rests on; a seeded run is told which part it lacks. Who came matters where sampling counts."""
+    lines = [f"{line} {_FAILS}" if seeded and needs_secrets else line for line, needs_secrets in _ASSUMED]
+    amplifies = "amplifies nothing" not in sampling
+    return (*lines, *(line for start, line in _PARTICIPATION.items() if amplifies and sampling.startswith(start)))
 
 
-def not_protected(discrete: bool) -> tuple[str, ...]:
-    """What the claim does not cover. `discrete`: the noise is of whole numbers."""
+def not_protected(discrete: bool, pool: bool = False, scored: int = 0) -> tuple[str, ...]:
+    """What the claim does not cover. `discrete`: the noise is of whole numbers; `pool`: labels of public samples were
+    bought; `scored`: validation clients whose scores chose the settings without noise."""
     ideal = (
         "" if discrete else "; ε is for ideal real-valued noise, and the low bits of floating-point noise may tell more"
     )
+    others = (
+        "Whoever the public pool belongs to (see the note about the data): its samples are used as they are." * pool,
+        f"The {scored} validation clients: settings were chosen by their scores, without noise." * bool(scored),
+    )
     return (
+        *filter(None, others),
         "What the population as a whole teaches: the model learns it, and that is the purpose.",
         "A client against whoever holds its data, or against the trusted party itself.",
         "Whoever the data behind the accuracy belong to: it was measured without noise. Where they are clients too "
@@ -46,16 +62,17 @@ def not_protected(discrete: bool) -> tuple[str, ...]:
     )
 
 
-def meaning(epsilon: float | None, delta: float, seeded: bool) -> str:
-    """The definition, and what it allows an adversary to learn."""
+def meaning(epsilon: float | None, delta: float, seeded: bool, adjacency: str) -> str:
+    """The definition between the neighbours that are stated, and what it allows an adversary to learn."""
     if epsilon is None or math.isinf(epsilon):
         return "No noise bounds what its releases tell about a client: nothing is claimed."
     sure = 100 / (1 + math.exp(-epsilon))
     limit = math.ceil(1000 * epsilon - 1e-6) / 1000
+    one, other, wanted = next(words for start, words in _NEIGHBOURS.items() if adjacency.startswith(start))
     bound = (
         f"(ε, δ)-differential privacy with ε = {limit:.3f} and δ = {delta:.4g}: for any event E about everything that "
-        "the run released, P[E with a client] ≤ e^ε · P[E without it] + δ, and the other way round. Someone for whom a "
-        f"client's taking part was an even bet may become {sure:.0f} % sure of it, not more, apart from δ."
+        f"the run released, P[E {one}] ≤ e^ε · P[E {other}] + δ, and the other way round. Someone for whom {wanted} "
+        f"was an even bet may become {sure:.0f} % sure of it, not more, apart from δ."
     )
     return f"With secret noise and cohorts it would have had {bound}" if seeded else f"It has {bound}"
 
@@ -71,3 +88,8 @@ def delta_against(delta: float, clients: int) -> str:
     else:
         told = "Not far below 1/N; the usual advice is far less." if share > 0.1 else "Well below 1/N."
     return f"δ·N = {share:.3g} for N = {clients:,} clients. {told}"
+
+
+def counted(count: int, word: str) -> str:
+    """`1 release`, `4 releases`."""
+    return f"{count:,} {word}" + ("" if count == 1 else "s")
