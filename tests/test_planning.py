@@ -113,7 +113,7 @@ def test_outlook__no_noise() -> None:
 def test_outlook__so_much_noise_that_epsilon_is_zero() -> None:
     answer = outlook(Setting(100, 0.1, 1, noise_multiplier=1e5))
     assert answer.as_dict()["epsilon"] == {"pld": 0.0, "rdp": 0.0}
-    assert "expect little" in answer.advice[0]
+    assert "exceeds the largest possible signal" in answer.advice[0]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_outlook__a_small_delta_needs_no_warning() -> None:
 
 @pytest.mark.parametrize(
     ("ratio", "words"),
-    [(0.5, "expect little"), (1.0, "weak"), (2.0, "learnable"), (5.0, "comfortable"), (9, "R = 9.00")],
+    [(0.5, "may learn all the same"), (1.0, "weak"), (2.0, "learnable"), (5.0, "comfortable"), (9, "R = 9.00")],
 )
 def test_expectation__in_plain_words(ratio: float, words: str) -> None:
     assert words in expectation(ratio)

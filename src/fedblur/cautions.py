@@ -24,7 +24,7 @@ def cautions(plan: PrivacyPlan, clients: int, parameters: int) -> list[str]:
     ratio = signal_to_noise(plan, parameters)
     if ratio < 1:
         lines.append(
-            f"R = {ratio:.2g}: the noise exceeds the largest possible signal; expect little, or raise epsilon or "
+            f"R = {ratio:.2g}: the noise exceeds the largest possible signal, which may cost much; raise epsilon or "
             "sample_rate, or take a smaller model (fedblur plan compares)"
         )
     return lines

@@ -146,17 +146,17 @@ def mechanism_of(setting: Setting, sampler: Sampler) -> Mechanism:
 
 
 def expectation(ratio: float) -> str:
-    """R in plain words."""
+    """R in plain words. It is a bound and ranks no data: FEMNIST reached 57 % at R = 0.47 (papers/cheng2022)."""
     if math.isinf(ratio):
         return "No noise: nothing limits learning but clipping, and nobody is protected."
     if ratio < 1:
-        meaning = "the noise exceeds the largest possible signal; expect little, though R is a bound and no forecast"
+        meaning = "the noise exceeds the largest possible signal; it may learn all the same, at a cost in accuracy"
     elif ratio < 2:
-        meaning = "weak; it may learn, at a large cost in accuracy"
+        meaning = "weak; noise will cost accuracy"
     elif ratio < 5:
-        meaning = "learnable; noise will cost accuracy"
+        meaning = "learnable; noise will cost some accuracy"
     else:
-        meaning = "comfortable; clipping and the model limit accuracy more than noise does"
+        meaning = "comfortable; noise may still cost a few points"
     return f"R = {ratio:.2f}: {meaning}."
 
 

@@ -179,7 +179,7 @@ class Poisson:
 @register("sampling", "fixed")
 @dataclass(frozen=True)
 class Fixed:
-    """Exactly round(p·N) clients a round. Needs three to four times Poisson's noise (`accountants.py`)."""
+    """Exactly round(p·N) clients a round. Needs two to four times Poisson's noise (`accountants.py`)."""
 
     def sampler(self, clients: int, rate: float) -> Sampler:
         _check(clients, rate)

@@ -11,6 +11,7 @@ import torch
 
 from fedblur.accounting import PrivacyPlan, stated_adjacency
 from fedblur.config import Config, canonical
+from fedblur.mechanisms.secure_sum import SecureSum
 from fedblur.planning import signal_to_noise
 from fedblur.plugins import loaded
 from fedblur.registry import describe
@@ -88,7 +89,7 @@ def privacy_statement(setup: Setup, state: ServerState) -> dict[str, Any]:
         "trust_model": config.mechanism.trust,
         "tuning": "Settings chosen before this run are not accounted; "
         f"accuracy was measured on {evaluated_on(config)} data",
-        "signal_to_noise": signal_to_noise(vector_plan(protocol), sent_coordinates(protocol)),
+        "signal_to_noise": signal_to_noise(vector_plan(protocol), protocol.layout.total),  # a mask cuts both alike
         **protocol.processes.statement(plan),
     }
 
@@ -115,11 +116,13 @@ def sent_coordinates(protocol: Protocol) -> int:
 
 
 def vector_plan(protocol: Protocol) -> PrivacyPlan:
-    """The plan with the noise that the model's update gets: a little more where a noisy bit count rides along."""
-    plan = protocol.plan
-    if protocol.clipping is None:
-        return plan
-    sigma = protocol.clipping.vector_multiplier(plan.noise_multiplier, plan.expected_cohort)
+    """The plan with the noise that the model's update gets: a little more where a noisy bit count rides along, and more
+    where shares are sized for fewer clients than come."""
+    plan, sigma = protocol.plan, protocol.plan.noise_multiplier
+    if protocol.clipping is not None:
+        sigma = protocol.clipping.vector_multiplier(sigma, plan.expected_cohort)
+    if isinstance(protocol.mechanism, SecureSum):
+        sigma *= math.sqrt(protocol.mechanism.excess)
     return replace(plan, noise_multiplier=sigma)
 
 

@@ -120,14 +120,18 @@ class SecureSum:
         return self.part.min_cohort is not None
 
     @property
+    def excess(self) -> float:
+        """Variance of the noise that an expected cohort adds, over what is due."""
+        cohort = self.conditions.expected_cohort
+        return max(1.0, cohort / (self.part.min_cohort or cohort))
+
+    @property
     def rotation(self) -> Rotation:
         return Rotation(self.conditions.dimension)
 
     def grid(self, noise_multiplier: float, bits: int | None = None) -> Grid:
         """The grid for noise of σ clip norms on the sum."""
-        part = self.part
-        cohort = self.conditions.expected_cohort
-        excess = max(1.0, cohort / (part.min_cohort or cohort))  # variance of what a full cohort adds, over what is due
+        part, cohort, excess = self.part, self.conditions.expected_cohort, self.excess
         return fit_grid(noise_multiplier, self.rotation, cohort, bits or part.bits, part.k_stddevs, part.beta, excess)
 
     def event(self, noise_multiplier: float) -> Event:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @register("method", "blur")
 @dataclass(frozen=True)
 class Blur(Method):
-    """Hold each local update inside the clipping ball."""
+    """Pull each local update towards the clipping ball; with strength = inf, hold it inside."""
 
     strength: float = 0.4  # λ; inf: projection
 

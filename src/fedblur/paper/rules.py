@@ -40,7 +40,7 @@ def trend_rule(document: Document, part: Part) -> Finding:
     table, axis = part["table"], part["axis"]
     rule = (
         f"`{table}`: the gain of {part['method']} over {part['baseline']} is larger at the smallest measured "
-        f"{symbol(axis)} than at the largest"
+        f"{symbol(axis)} than at the largest, whatever else varies"
     )
     families: dict[str, list[Gain]] = {}
     for gain in gains(document, table, part["method"], part["baseline"], part):
