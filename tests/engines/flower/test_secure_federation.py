@@ -267,6 +267,13 @@ def test_trust__secure_sum_needs_shares_sized_for_a_smallest_cohort(tmp_path: Pa
     assert not (tmp_path / "run").exists()
 
 
+def test_trust__the_statement_says_on_whom_the_noise_depends(tmp_path: Path) -> None:
+    """A node that adds no noise is not noticed, so whoever reads epsilon must know that it counts on m that do."""
+    words = run_with(tmp_path, rounds=1)[0].summary["privacy"]["trust_model"]
+    assert "at least 3 survivors of each round really add theirs" in words
+    assert "(survivors - 1)/3 of the variance" in words
+
+
 def test_trust__central_refuses_shares_of_clients(tmp_path: Path) -> None:
     task = deployment(tmp_path, 4, mechanism=SECURE)
     with pytest.raises(ConfigError, match="central"):
