@@ -49,8 +49,9 @@ def make_app(inner: httpx.AsyncClient, largest: int) -> Starlette:
 def serve(listen: str, superlink: str, secrets: Path, largest: int) -> None:
     """Run the door until it is stopped."""
     host, _, port = listen.rpartition(":")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host  # an address of IPv6
     if not host or not port.isdigit():
-        raise ConfigError(f"--listen={listen!r} must be an address and a port, like 0.0.0.0:8443")
+        raise ConfigError(f"--listen={listen!r} must be an address and a port, like 0.0.0.0:8443 or [::]:8443")
     for name in ("ca.crt", "server.crt", "server.key"):
         if not (secrets / name).is_file():
             raise ConfigError(f"{secrets / name} does not exist; make it with certificates.sh")
