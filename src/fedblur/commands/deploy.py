@@ -59,13 +59,14 @@ def gateway(
     superlink: Annotated[str, typer.Option(help="Where the SuperLink listens on this machine.")] = "127.0.0.1:8000",
     secrets: Annotated[Path, typer.Option(help="Folder with ca.crt, server.crt and server.key.")] = Path("secrets"),
     largest: Annotated[int, typer.Option(help="Bytes of a request, at most.")] = 64 * 2**20,
+    connections: Annotated[int, typer.Option(help="At once, at most; a node has one or two.")] = 1000,
 ) -> None:
     """Let nodes through to the SuperLink, and nothing else: no starting of runs, no oversized requests."""
     try:
         from fedblur.engines.flower.gateway import serve
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed; pip install 'fedblur[flower]'") from None
-    serve(listen, superlink, secrets, largest)
+    serve(listen, superlink, secrets, largest, connections)
 
 
 def _demand_numbers(port: int, inner_port: int, clients: int) -> None:

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -239,6 +241,57 @@ def test_gateway__refuses_huge_requests() -> None:
     status, seen = ask("/v1/fleet/push-object", bytes(101))
     assert status == 413
     assert not seen
+
+
+def through(steps: Callable[[httpx.AsyncClient], Awaitable[list[int]]], **limits: float) -> list[int]:
+    """Statuses of requests through a gateway whose SuperLink answers at once."""
+
+    async def go() -> list[int]:
+        superlink = httpx.MockTransport(lambda request: httpx.Response(200))
+        inner = httpx.AsyncClient(transport=superlink, base_url="https://inner")
+        door = httpx.ASGITransport(app=make_app(inner, 100, **limits))
+        async with httpx.AsyncClient(transport=door, base_url="https://door") as client:
+            return await steps(client)
+
+    return asyncio.run(go())
+
+
+async def held_up(until: asyncio.Event) -> AsyncIterator[bytes]:
+    """A body of 80 bytes whose last one is kept back."""
+    yield bytes(79)
+    await until.wait()
+    yield b"x"
+
+
+def test_gateway__a_body_that_does_not_come_is_not_waited_for() -> None:
+    async def steps(client: httpx.AsyncClient) -> list[int]:
+        return [(await client.post("/v1/fleet/x", content=held_up(asyncio.Event()))).status_code]
+
+    assert through(steps, seconds=0.2) == [408]
+
+
+def test_gateway__bodies_of_many_connections_together_are_limited() -> None:
+    async def steps(client: httpx.AsyncClient) -> list[int]:
+        end = asyncio.Event()
+        first = asyncio.create_task(client.post("/v1/fleet/x", content=held_up(end)))
+        await asyncio.sleep(0.1)
+        second = await client.post("/v1/fleet/x", content=bytes(80))
+        end.set()
+        answers = [second, await first, await client.post("/v1/fleet/x", content=bytes(80))]
+        return [answer.status_code for answer in answers]
+
+    assert through(steps, together=150) == [503, 200, 200]
+
+
+def test_gateway__listens_where_it_is_told_to_a_limited_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert init(tmp_path / "f", "--host", "::1").exit_code == 0
+    subprocess.run(["sh", str(tmp_path / "f/certificates.sh")], check=True, capture_output=True)
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr("fedblur.engines.flower.gateway.uvicorn.run", lambda app, **options: asked.append(options))
+    options = ["--listen", "[::1]:8443", "--secrets", str(tmp_path / "f/secrets"), "--connections", "7"]
+    result = CliRunner().invoke(app, ["deploy", "gateway", *options])
+    assert result.exit_code == 0, result.output
+    assert (asked[0]["host"], asked[0]["port"], asked[0]["limit_concurrency"]) == ("::1", 8443, 7)
 
 
 def test_gateway__needs_its_certificates(tmp_path: Path) -> None:
