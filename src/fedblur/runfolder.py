@@ -91,7 +91,7 @@ class RunFolder:
         if self.ledger.exists() and not self.config.exists():
             raise RunError(f"{self.path} holds a ledger and no run: what a search has spent; choose another --out")
         changed = differences(self.resolved(), json.loads(canonical(resolved))) if self.config.exists() else []
-        if self.config.exists() and (changed or self._began()):
+        if self.config.exists() and (changed or self.began()):
             what = f"another configuration ({'; '.join(changed)})" if changed else "this very configuration"
             way_out = "choose another --out" if changed else f"go on with: fedblur resume {self.path}"
             raise RunError(f"{self.path} holds a run of {what}; {way_out}")
@@ -105,7 +105,7 @@ class RunFolder:
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise RunError(f"{self.path} is not writable; choose another --out")
 
-    def _began(self) -> bool:
+    def began(self) -> bool:
         """Whether anything was saved; if not, nothing was paid for: a first checkpoint comes before a first release."""
         return self.checkpoints.exists() or self.rounds.exists() or self.summary.exists()
 

@@ -24,6 +24,7 @@ def init(
     host: Annotated[str, typer.Option(help="Name or address by which nodes reach the server.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port that nodes reach.")] = 8443,
     inner_port: Annotated[int, typer.Option(help="The SuperLink's own port, on the server only.")] = 8000,
+    clients: Annotated[int, typer.Option(help="N, the number of nodes.")] = 3,
     insecure: Annotated[bool, typer.Option("--insecure", help="No TLS, no keys: only on this machine.")] = False,
     json_: Json = False,
 ) -> None:
@@ -35,13 +36,11 @@ def init(
         raise ConfigError(
             f"--insecure is for this machine only, and host={host!r} is another one; leave --insecure out"
         )
-    for name, number in (("port", port), ("inner-port", inner_port)):
-        if not 0 < number < 65536:
-            raise ConfigError(f"--{name}={number} must be between 1 and 65535")
+    _demand_numbers(port, inner_port, clients)
     if folder.exists() and any(folder.iterdir()):
         raise RunError(f"{folder} is not empty; choose a new folder")
     here, name = str(folder.resolve()), _alternative_name(host)
-    texts = template.files(here, host, port, inner_port, name, is_loopback(host), insecure)
+    texts = template.files(here, host, port, inner_port, name, is_loopback(host), insecure, clients)
     for path, text in texts.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text, encoding="utf-8")
@@ -60,13 +59,24 @@ def gateway(
     superlink: Annotated[str, typer.Option(help="Where the SuperLink listens on this machine.")] = "127.0.0.1:8000",
     secrets: Annotated[Path, typer.Option(help="Folder with ca.crt, server.crt and server.key.")] = Path("secrets"),
     largest: Annotated[int, typer.Option(help="Bytes of a request, at most.")] = 64 * 2**20,
+    connections: Annotated[int, typer.Option(help="At once, at most; a node has one or two.")] = 1000,
 ) -> None:
     """Let nodes through to the SuperLink, and nothing else: no starting of runs, no oversized requests."""
     try:
         from fedblur.engines.flower.gateway import serve
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed; pip install 'fedblur[flower]'") from None
-    serve(listen, superlink, secrets, largest)
+    serve(listen, superlink, secrets, largest, connections)
+
+
+def _demand_numbers(port: int, inner_port: int, clients: int) -> None:
+    for name, number in (("port", port), ("inner-port", inner_port)):
+        if not 0 < number < 65536:
+            raise ConfigError(f"--{name}={number} must be between 1 and 65535")
+    if port == inner_port:
+        raise ConfigError(f"--port={port} and --inner-port={inner_port} must differ: two programs of the server listen")
+    if clients < 1:
+        raise ConfigError(f"--clients={clients} must be 1 or more")
 
 
 def is_loopback(host: str) -> bool:
@@ -79,7 +89,7 @@ def is_loopback(host: str) -> bool:
 
 def _alternative_name(host: str) -> str:
     try:
-        return f"IP:{ipaddress.ip_address(host)}"
+        return f"IP:{ipaddress.ip_address(host.replace('%', ' '))}"  # an interface of this machine is nobody else's
     except ValueError:
         if not host.isascii() or not all(part.strip("-").replace("-", "").isalnum() for part in host.split(".")):
             raise ConfigError(f"host={host!r} is neither an address nor a name, like fed.example.org") from None

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -15,8 +20,11 @@ from typer.testing import CliRunner
 
 from fedblur.cli import app
 from fedblur.engines.flower.gateway import make_app
+from fedblur.engines.flower.settings import Deployment
+from tests.engines.flower.world import LoopGrid, federated
 
 BIN = Path(sys.executable).parent
+ROOT = Path(__file__).resolve().parents[3]
 ENV = {
     **os.environ,
     "PATH": f"{BIN}:{os.environ['PATH']}",
@@ -37,7 +45,7 @@ def test_init__writes_a_federation_with_tls_and_keys(tmp_path: Path) -> None:
     assert "--insecure" not in "".join(scripts.values())
     assert "--enable-supernode-auth" in scripts["superlink.sh"]
     assert "--host 127.0.0.1" in scripts["superlink.sh"]  # others come through the gateway
-    assert "--superlink fed.example.org:9443" in scripts["supernode.sh"]
+    assert '--superlink "fed.example.org:9443"' in scripts["supernode.sh"]
     assert "DNS:fed.example.org" in scripts["certificates.sh"]
     assert (tmp_path / "f/secrets").stat().st_mode & 0o077 == 0
 
@@ -55,12 +63,58 @@ def test_init__insecure_is_for_loopback_only_and_says_so(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["--port", "0"], "--port=0"), (["--host", "no such;host"], "neither an address nor a name")],
+    [
+        (["--port", "0"], "--port=0"),
+        (["--port", "8000"], "--port=8000 and --inner-port=8000 must differ"),
+        (["--clients", "0"], "--clients=0"),
+        (["--host", "no such;host"], "neither an address nor a name"),
+        (["--host", "fe80::1%eth0"], "neither an address nor a name"),
+    ],
 )
 def test_init__bad_values_are_named(tmp_path: Path, options: list[str], message: str) -> None:
     result = init(tmp_path / "f", *options)
     assert result.exit_code == 2
     assert message in result.output
+
+
+@pytest.mark.parametrize(("host", "door"), [("2001:db8::5", "[::]"), ("::1", "[::1]"), ("10.0.0.5", "0.0.0.0")])
+def test_init__an_address_of_ipv6_has_brackets_and_a_door(tmp_path: Path, host: str, door: str) -> None:
+    assert init(tmp_path / "f", "--host", host).exit_code == 0
+    outside = f"[{host}]" if ":" in host else host
+    assert f'--superlink "{outside}:8443"' in (tmp_path / "f/supernode.sh").read_text()
+    assert f'--listen "{door}:8443"' in (tmp_path / "f/gateway.sh").read_text()
+    assert f"IP:{host}," in (tmp_path / "f/certificates.sh").read_text()
+
+
+def test_init__any_path_makes_whole_toml_files(tmp_path: Path) -> None:
+    folder = tmp_path / 'a "quoted" $name \\ with all'
+    assert init(folder).exit_code == 0
+    settings = tomllib.loads((folder / "app/pyproject.toml").read_text())
+    assert settings["tool"]["flwr"]["app"]["config"]["out"] == f"{folder}/run"
+    connection = tomllib.loads((folder / "state/config.toml").read_text())
+    assert connection["superlink"]["federation"]["root-certificates"] == f"{folder}/secrets/ca.crt"
+
+
+def test_certificates__made_again_are_of_the_same_authority(tmp_path: Path) -> None:
+    """Nodes hold a copy of ca.crt: a renewed server must still be the one that they know."""
+    assert init(tmp_path / "f").exit_code == 0
+    secrets = tmp_path / "f/secrets"
+    make = ["sh", str(tmp_path / "f/certificates.sh")]
+    subprocess.run(make, check=True, capture_output=True)
+    first = {path.name: path.read_bytes() for path in secrets.iterdir()}
+    assert set(first) == {"ca.crt", "ca.key", "ca.srl", "server.crt", "server.key"}
+    subprocess.run(make, check=True, capture_output=True)
+    again = {path.name: path.read_bytes() for path in secrets.iterdir()}
+    assert [name for name in first if first[name] == again[name]] == [n for n in first if n in ("ca.crt", "ca.key")]
+    verify = ["openssl", "verify", "-CAfile", str(secrets / "ca.crt"), str(secrets / "server.crt")]
+    subprocess.run(verify, check=True, capture_output=True)
+    (secrets / "ca.key").unlink()  # kept elsewhere, as docs/deploy.md says
+    refused = subprocess.run(make, capture_output=True, text=True)
+    assert refused.returncode == 1
+    assert "ca.key is not here" in refused.stderr
+    assert {path.name: path.read_bytes() for path in secrets.iterdir()} == {
+        name: data for name, data in again.items() if name != "ca.key"
+    }
 
 
 def test_init__does_not_overwrite(tmp_path: Path) -> None:
@@ -90,19 +144,19 @@ def test_init__what_flower_packs_holds_no_secret(tmp_path: Path) -> None:
     assert made == {"ca.key": 0, "server.key": 0}
 
 
+def template_task(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Deployment:
+    monkeypatch.syspath_prepend(str(folder / "app"))
+    for name in [name for name in sys.modules if name.split(".")[0] == "federation"]:
+        monkeypatch.delitem(sys.modules, name)
+    return importlib.import_module("federation.task").task
+
+
 def test_template__trains_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The example task runs before anything is filled in; only the number of rounds is made smaller."""
-    import importlib
-
-    from tests.engines.flower.world import LoopGrid, federated
-
     assert init(tmp_path / "f").exit_code == 0
     config = tmp_path / "f/app/federation/fedblur.toml"
     config.write_text(config.read_text().replace("rounds = 3 ", "rounds = 2 "))
-    monkeypatch.syspath_prepend(str(tmp_path / "f/app"))
-    for name in [name for name in sys.modules if name.split(".")[0] == "federation"]:
-        monkeypatch.delitem(sys.modules, name)
-    task = importlib.import_module("federation.task").task
+    task = template_task(tmp_path / "f", monkeypatch)
     run = federated(task, LoopGrid(task, 3, "central"), tmp_path / "run", "central")
     assert run.summary["status"] == "complete"
     assert run.summary["privacy"]["warning"] is None
@@ -110,6 +164,22 @@ def test_template__trains_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     config.write_text(text.replace("# accountant", "accountant").replace("# mechanism = {", "mechanism = {"))
     run = federated(task, LoopGrid(task, 3, "secure-sum"), tmp_path / "secure", "secure-sum")
     assert "honest-but-curious" in run.summary["privacy"]["trust_model"]
+
+
+def test_template__trains_with_the_guides_many_virtual_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The options of docs/deploy.md; Flower's simulation tells each node its number and how many there are."""
+    guide = (ROOT / "docs/deploy.md").read_text()
+    (options,) = re.findall(r"fedblur deploy init federation (--insecure .*)", guide)
+    (nodes,) = re.findall(r"num-supernodes=(\d+)", guide)
+    result = init(tmp_path / "f", *options.split())
+    assert result.exit_code == 0, result.output
+    task = template_task(tmp_path / "f", monkeypatch)
+    grid = LoopGrid(task, int(nodes), "central")
+    for context in grid.contexts.values():
+        context.node_config["num-partitions"] = int(nodes)
+    run = federated(task, grid, tmp_path / "run", "central")
+    assert run.rounds[-1]["local_only"]["nodes"]["answered"] == int(nodes)
+    assert sum(len(task.client_data(context.node_config)[0]) for context in grid.contexts.values()) == 1400
 
 
 def ask(path: str, body: bytes = b"x", largest: int = 100, away: bool = False) -> tuple[int, list[httpx.Request]]:
@@ -171,6 +241,57 @@ def test_gateway__refuses_huge_requests() -> None:
     status, seen = ask("/v1/fleet/push-object", bytes(101))
     assert status == 413
     assert not seen
+
+
+def through(steps: Callable[[httpx.AsyncClient], Awaitable[list[int]]], **limits: float) -> list[int]:
+    """Statuses of requests through a gateway whose SuperLink answers at once."""
+
+    async def go() -> list[int]:
+        superlink = httpx.MockTransport(lambda request: httpx.Response(200))
+        inner = httpx.AsyncClient(transport=superlink, base_url="https://inner")
+        door = httpx.ASGITransport(app=make_app(inner, 100, **limits))
+        async with httpx.AsyncClient(transport=door, base_url="https://door") as client:
+            return await steps(client)
+
+    return asyncio.run(go())
+
+
+async def held_up(until: asyncio.Event) -> AsyncIterator[bytes]:
+    """A body of 80 bytes whose last one is kept back."""
+    yield bytes(79)
+    await until.wait()
+    yield b"x"
+
+
+def test_gateway__a_body_that_does_not_come_is_not_waited_for() -> None:
+    async def steps(client: httpx.AsyncClient) -> list[int]:
+        return [(await client.post("/v1/fleet/x", content=held_up(asyncio.Event()))).status_code]
+
+    assert through(steps, seconds=0.2) == [408]
+
+
+def test_gateway__bodies_of_many_connections_together_are_limited() -> None:
+    async def steps(client: httpx.AsyncClient) -> list[int]:
+        end = asyncio.Event()
+        first = asyncio.create_task(client.post("/v1/fleet/x", content=held_up(end)))
+        await asyncio.sleep(0.1)
+        second = await client.post("/v1/fleet/x", content=bytes(80))
+        end.set()
+        answers = [second, await first, await client.post("/v1/fleet/x", content=bytes(80))]
+        return [answer.status_code for answer in answers]
+
+    assert through(steps, together=150) == [503, 200, 200]
+
+
+def test_gateway__listens_where_it_is_told_to_a_limited_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert init(tmp_path / "f", "--host", "::1").exit_code == 0
+    subprocess.run(["sh", str(tmp_path / "f/certificates.sh")], check=True, capture_output=True)
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr("fedblur.engines.flower.gateway.uvicorn.run", lambda app, **options: asked.append(options))
+    options = ["--listen", "[::1]:8443", "--secrets", str(tmp_path / "f/secrets"), "--connections", "7"]
+    result = CliRunner().invoke(app, ["deploy", "gateway", *options])
+    assert result.exit_code == 0, result.output
+    assert (asked[0]["host"], asked[0]["port"], asked[0]["limit_concurrency"]) == ("::1", 8443, 7)
 
 
 def test_gateway__needs_its_certificates(tmp_path: Path) -> None:

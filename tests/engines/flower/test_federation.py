@@ -98,6 +98,35 @@ def test_kill__a_round_is_never_spent_twice_uncounted(
     assert summary["privacy"]["releases"] == 4
 
 
+WAITING = """
+import sys
+from pathlib import Path
+from tests.engines.flower.world import *
+
+folder = Path(sys.argv[1])
+task = deployment(folder, 3)
+grid = LoopGrid(task, 3, "central")
+grid.get_node_ids = lambda: print("waiting", flush=True) or []
+serve(task, grid, Settings(start_timeout=600, out=str(folder / "run")))
+"""
+
+
+def test_kill__a_server_that_waited_for_its_nodes_can_be_started_again(tmp_path: Path) -> None:
+    """It has a configuration and no checkpoint. A roster that is there by then is not the new one's."""
+    command = [sys.executable, "-c", WAITING, str(tmp_path)]
+    with subprocess.Popen(command, env=os.environ, cwd=ROOT, stdout=subprocess.PIPE, text=True) as waiting:
+        assert waiting.stdout is not None
+        next(line for line in waiting.stdout if "waiting" in line)
+        waiting.kill()
+    assert (tmp_path / "run/config.json").exists()
+    (tmp_path / "run/nodes.json").write_text('{"trust": "central", "nodes": ["7", "8", "9"]}')
+    task = deployment(tmp_path, 3)
+    run = federated(task, LoopGrid(task, 3, "central"), tmp_path / "run", "central")
+    assert run.summary["status"] == "complete"
+    assert run.rounds[0]["local_only"]["nodes"]["answered"] == 3
+    assert json.loads((tmp_path / "run/nodes.json").read_text())["nodes"] == ["100", "101", "102"]
+
+
 ROOT = Path(__file__).resolve().parents[3]
 
 

@@ -85,7 +85,8 @@ def valid(data: bytes) -> bool:
     """Whether a payload is one that the server must take: the right length, finite, and short enough."""
     if len(data) != 4 * WIDTH:
         return False
-    norm = float(np.linalg.norm(np.frombuffer(data, dtype="<f4").astype(np.float64)))
+    with np.errstate(invalid="ignore"):  # numpy warns of a signalling NaN
+        norm = float(np.linalg.norm(np.frombuffer(data, dtype="<f4").astype(np.float64)))
     return math.isfinite(norm) and norm <= 1.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections import Counter
 from pathlib import Path
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Message
+from flwr.common.secure_aggregation.crypto.shamir import create_shares
 from scipy import stats
 
-from fedblur.engines.flower import masking, training, wire
+from fedblur.engines.flower import masking, member, training, wire
 from fedblur.engines.flower.sums import SecureRound
 from fedblur.errors import ConfigError
 from fedblur.train import Run
@@ -211,6 +213,39 @@ def test_hostile__a_bad_share_spoils_nothing_for_the_others(tmp_path: Path) -> N
     assert torch.equal(weights(run), weights(simulated(deployment(tmp_path, 4, mechanism=SECURE), tmp_path / "p")))
 
 
+def test_hostile__a_key_that_cannot_be_read_aborts_the_round_and_not_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 101 deals shares of a key on a curve that nobody knows, and is gone when its key is needed."""
+    der = bytes.fromhex("3041020100301306072a8648ce3d020106082a8648ce3d03017f042730250201010420" + "11" * 32)
+    strange = b"-----BEGIN PRIVATE KEY-----\n" + base64.encodebytes(der) + b"-----END PRIVATE KEY-----\n"
+    create, deal = member.create_shares, member.Member.deal
+
+    def hostile_deal(this, number, *told):
+        hostile = number == 1
+        monkeypatch.setattr(
+            member,
+            "create_shares",
+            lambda secret, *rest: create(strange if hostile and b"PRIVATE" in secret else secret, *rest),
+        )
+        return deal(this, number, *told)
+
+    monkeypatch.setattr(member.Member, "deal", hostile_deal)
+    run, _ = run_with(tmp_path, Losing(masked1=(101,)), clients=5, rounds=2)
+    assert ["aborted" in row["local_only"] for row in run.rounds] == [True, False]
+    assert paid_rounds(tmp_path / "run") == [1, 2]
+
+
+@pytest.mark.parametrize("bad", [0, 14])
+def test_hostile__a_bad_share_is_left_out_wherever_it_stands(bad: int) -> None:
+    """With 13 nodes or more, the first 200 groups in order all hold the first share."""
+    seed = bytes(range(32))
+    shares = create_shares(seed, masking.threshold(15), 15)
+    shares[bad] = shares[bad][:-1] + bytes([shares[bad][-1] ^ 1])
+    round_ = SecureRound(1, 1, 16, 8, 3, lambda kind, told: {}, lambda: None, members=list(range(15)))
+    assert round_._secret(shares, lambda secret: secret == seed) == seed
+
+
 def test_hostile__a_key_that_is_none_is_left_out(tmp_path: Path) -> None:
     def lie(question: Message, reply: Message) -> Message:
         if kind_of(question) == "keys" and question.metadata.dst_node_id == 101:
@@ -230,6 +265,13 @@ def test_trust__secure_sum_needs_shares_sized_for_a_smallest_cohort(tmp_path: Pa
     with pytest.raises(ConfigError, match="min_cohort"):
         federated(task, LoopGrid(task, 4, "secure-sum"), tmp_path / "run", "secure-sum")
     assert not (tmp_path / "run").exists()
+
+
+def test_trust__the_statement_says_on_whom_the_noise_depends(tmp_path: Path) -> None:
+    """A node that adds no noise is not noticed, so whoever reads epsilon must know that it counts on m that do."""
+    words = run_with(tmp_path, rounds=1)[0].summary["privacy"]["trust_model"]
+    assert "at least 3 survivors of each round really add theirs" in words
+    assert "(survivors - 1)/3 of the variance" in words
 
 
 def test_trust__central_refuses_shares_of_clients(tmp_path: Path) -> None:

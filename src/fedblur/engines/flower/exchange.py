@@ -1,7 +1,8 @@
 """Questions to nodes and their replies, over Flower's grid, until a deadline. What a node sends is hostile until read.
 
 A reply that is malformed, late, a duplicate, of another round or from another node is refused, logged and left out: it
-cannot raise. Replies are pulled one at a time, so that one that cannot even be unpacked takes no other with it.
+cannot raise. Replies are pulled one at a time (`pulling.py`), so that one that cannot even be unpacked, or that never
+comes whole, takes no other with it.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from dataclasses import dataclass, field
 from logging import WARNING
 from typing import Any
 
-import httpx
 from flwr.app import Message
 from flwr.common.constant import ErrorCode
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 
 from fedblur.engines.flower import wire
+from fedblur.engines.flower.pulling import Pulls, Reply
 from fedblur.engines.flower.wire import Refused
 
 _SHORTEST, _LONGEST = 0.05, 1.0  # seconds between two looks for replies
@@ -52,21 +53,22 @@ class Exchange:
         """(node, what it says) for every valid reply, as they come. `length`: bytes of the reply's array."""
         pending = self._send(kind, round_, questions)
         end, pause = time.monotonic() + self.deadline, _SHORTEST
-        while pending:
-            for message_id in list(pending):
-                node, nonce = pending[message_id]
-                reply = self._pull(message_id)
-                if reply is None:
-                    continue
-                del pending[message_id]  # whatever else comes for this question is a duplicate
-                values = self._read(reply, kind, round_, node, nonce, length)
-                if values is not None:
-                    yield node, values
-            left = end - time.monotonic()
-            if not pending or left <= 0:  # the last reply ends the wait, not the pause after it
-                break
-            time.sleep(min(pause, left))
-            pause = min(1.5 * pause, _LONGEST)
+        with Pulls(self.grid, end, wire.longest(kind, len(questions), length or 0)) as pulls:
+            while pending:
+                for message_id in list(pending):
+                    node, nonce = pending[message_id]
+                    reply = pulls.look(message_id)
+                    if reply is None:
+                        continue
+                    del pending[message_id]  # whatever else comes for this question is a duplicate
+                    values = self._read(reply, kind, round_, node, nonce, length)
+                    if values is not None:
+                        yield node, values
+                left = end - time.monotonic()
+                if not pending or left <= 0:  # the last reply ends the wait, not the pause after it
+                    break
+                time.sleep(min(pause, left))
+                pause = min(1.5 * pause, _LONGEST)
         self.traffic.missing += len(pending)
         for node, _ in pending.values():
             log(WARNING, "round %d: node %d gave no %s within %g s", round_, node, kind, self.deadline)
@@ -84,16 +86,8 @@ class Exchange:
         self.traffic.missing += len(messages) - len(sent)
         return sent
 
-    def _pull(self, message_id: str) -> Message | Refused | None:
-        try:
-            return next(iter(self.grid.pull_messages([message_id])), None)
-        except httpx.HTTPError:  # the SuperLink, not a node
-            raise
-        except Exception as error:  # whatever unpacking a hostile reply raises
-            return Refused(f"it cannot be unpacked ({type(error).__name__})")
-
     def _read(
-        self, reply: Message | Refused, kind: str, round_: int, node: int, nonce: bytes, length: int | None
+        self, reply: Reply, kind: str, round_: int, node: int, nonce: bytes, length: int | None
     ) -> dict[str, Any] | None:
         try:
             if isinstance(reply, Refused):

@@ -2,11 +2,13 @@
 
 Flower 1.41 serves three interfaces on one port: for nodes (which authenticate), for starting runs and registering nodes
 (no login), and for its own processes. Whoever reaches that port can run code on every node. So the SuperLink listens on
-loopback, and other machines reach only this: TLS, paths below /v1/fleet/, bodies up to a limit.
+loopback, and other machines reach only this: TLS, paths below /v1/fleet/, bodies up to a limit. Who sends them is known
+only to the SuperLink, so all that a stranger can take up here is limited too: connections, memory, and time for a body.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from pathlib import Path
 
@@ -20,37 +22,72 @@ from starlette.routing import Route
 from fedblur.errors import ConfigError
 
 _PATHS = "/v1/fleet/"
+_BODIES = 16  # bodies of the largest size that fit in memory at once, of all connections together
+_SECONDS = 300.0  # for a body to come in: Flower's largest part, 20 MiB, at 0.6 megabits a second
 _HOP = {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host", "content-length"}
 
 
-def make_app(inner: httpx.AsyncClient, largest: int) -> Starlette:
+class Bodies:
+    """Bodies of requests in memory, within limits: of each one, of all of them together, and of time."""
+
+    def __init__(self, largest: int, together: int, seconds: float) -> None:
+        self.largest, self.together, self.seconds = largest, together, seconds
+        self.held = 0  # bytes, of all that are being read or passed on
+
+    async def read(self, request: Request, body: bytearray) -> int:
+        """Fill `body`; what to answer if it goes beyond a limit, or 0."""
+        try:
+            async with asyncio.timeout(self.seconds):
+                async for part in request.stream():
+                    body += part
+                    self.held += len(part)
+                    if len(body) > self.largest:
+                        return 413
+                    if self.held > self.together:  # nodes try again on this status
+                        return 503
+        except TimeoutError:
+            return 408
+        return 0
+
+
+def make_app(
+    inner: httpx.AsyncClient, largest: int, together: int | None = None, seconds: float = _SECONDS
+) -> Starlette:
     """The door as an ASGI app; `inner` reaches the SuperLink."""
+    bodies = Bodies(largest, _BODIES * largest if together is None else together, seconds)
 
     async def forward(request: Request) -> Response:
         path = request.url.path
         if not path.startswith(_PATHS) or ".." in path or "%" in path or "//" in path:
             return Response(status_code=404)
         body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > largest:
-                return Response(status_code=413, headers={"connection": "close"})
-        headers = [(name, value) for name, value in request.headers.items() if name not in _HOP]
         try:
-            answer = await inner.post(path, content=bytes(body), headers=headers)
-        except httpx.TransportError:  # the SuperLink is away: nodes try again on this status
-            return Response(status_code=503)
-        kept = {name: value for name, value in answer.headers.items() if name not in _HOP | {"content-encoding"}}
-        return Response(answer.content, answer.status_code, kept)
+            status = await bodies.read(request, body)
+            if status:
+                return Response(status_code=status, headers={"connection": "close"})
+            return await _passed_on(inner, request, bytes(body))
+        finally:
+            bodies.held -= len(body)
 
     return Starlette(routes=[Route("/{path:path}", forward, methods=["POST"])])
 
 
-def serve(listen: str, superlink: str, secrets: Path, largest: int) -> None:
+async def _passed_on(inner: httpx.AsyncClient, request: Request, body: bytes) -> Response:
+    headers = [(name, value) for name, value in request.headers.items() if name not in _HOP]
+    try:
+        answer = await inner.post(request.url.path, content=body, headers=headers)
+    except httpx.TransportError:  # the SuperLink is away: nodes try again on this status
+        return Response(status_code=503)
+    kept = {name: value for name, value in answer.headers.items() if name not in _HOP | {"content-encoding"}}
+    return Response(answer.content, answer.status_code, kept)
+
+
+def serve(listen: str, superlink: str, secrets: Path, largest: int, connections: int) -> None:
     """Run the door until it is stopped."""
     host, _, port = listen.rpartition(":")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host  # an address of IPv6
     if not host or not port.isdigit():
-        raise ConfigError(f"--listen={listen!r} must be an address and a port, like 0.0.0.0:8443")
+        raise ConfigError(f"--listen={listen!r} must be an address and a port, like 0.0.0.0:8443 or [::]:8443")
     for name in ("ca.crt", "server.crt", "server.key"):
         if not (secrets / name).is_file():
             raise ConfigError(f"{secrets / name} does not exist; make it with certificates.sh")
@@ -63,6 +100,7 @@ def serve(listen: str, superlink: str, secrets: Path, largest: int) -> None:
         make_app(inner, largest),
         host=host,
         port=int(port),
+        limit_concurrency=connections,
         ssl_certfile=str(secrets / "server.crt"),
         ssl_keyfile=str(secrets / "server.key"),
         log_level="warning",

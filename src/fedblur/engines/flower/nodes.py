@@ -190,11 +190,12 @@ class SecureNodes(Nodes):
         return {numbers[node]: values for node, values in said}
 
     def statement(self, plan: PrivacyPlan) -> dict[str, Any]:
-        part = self.part
+        bits, least = self.part.bits, self.part.min_cohort
         trust = (
-            f"an honest-but-curious server that sees the sum modulo 2^{part.bits} of masked messages only (secure "
-            "aggregation after Bonawitz et al.); each node adds its share of the noise, "
-            f"sized for {part.min_cohort} nodes"
+            f"an honest-but-curious server that sees the sum modulo 2^{bits} of masked messages only (secure "
+            f"aggregation after Bonawitz et al.); each node adds its share of the noise, sized for {least} nodes: "
+            f"epsilon holds where at least {least} survivors of each round really add theirs, which nobody can see; a "
+            f"node knows its own share, so against it (survivors - 1)/{least} of the variance counts"
         )
         alone = accounting.epsilon(plan.release, plan.rounds, plan.delta, plan.accountant)
         return super().statement(plan) | {"trust_model": trust, "epsilon_against_server": alone}

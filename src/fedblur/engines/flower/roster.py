@@ -28,11 +28,14 @@ class Roster:
     path: Path
     trust: str
     timeout: float  # seconds to wait for the nodes of a new run
+    new: bool = True  # a run that has not begun: a roster that lies there is of a start that came to nothing
     nodes: list[int] = field(default_factory=list)
 
     def wait(self, grid: Grid, clients: int) -> None:
-        """Read the roster, or wait until so many nodes are online and write it."""
-        if self.path.exists():
+        """Read the roster, or wait until so many nodes are online and write it. The run folder is held."""
+        if self.new:
+            self.path.unlink(missing_ok=True)
+        elif self.path.exists():
             self._read(clients)
             return
         end = time.monotonic() + self.timeout

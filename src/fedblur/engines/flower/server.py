@@ -1,7 +1,7 @@
 """The ServerApp: `train.py`'s own loop with a federation's nodes. Ledger, checkpoints, budget and report are the same.
 
-If the run folder holds a run of this configuration, it is resumed: start the app again after a crash, and no round is
-released twice without being paid for twice.
+If the run folder holds a run of this configuration that began, it is resumed: start the app again after a crash, and no
+round is released twice without being paid for twice.
 """
 
 from __future__ import annotations
@@ -60,10 +60,11 @@ def serve(deployment: Deployment, grid: Grid, settings: Settings) -> Run:
     config, folder = from_dict(read_toml(deployment.config)), RunFolder(Path(settings.out))
     federation = _federation(deployment, config)
     module = deployment.module() if deployment.module else None
-    roster = Roster(folder.path / "nodes.json", settings.trust, settings.start_timeout)
+    new = not folder.began()  # or one that ended while it waited for its nodes
+    roster = Roster(folder.path / "nodes.json", settings.trust, settings.start_timeout, new)
     nodes = _MODELS[settings.trust](Exchange(grid, settings.deadline), roster, config)
     machine = Machine(device="cpu")
-    if not folder.config.exists():
+    if new:
         log(INFO, "a new run in %s: trust = %s", folder.path, settings.trust)
         return train(
             config, out=folder.path, machine=machine, federation=federation, module=module, watch=_say, nodes=nodes

@@ -8,6 +8,7 @@ run/             the run folder, on the server
 
 from __future__ import annotations
 
+import json
 from string import Template
 
 _PYPROJECT = """[build-system]
@@ -35,11 +36,11 @@ clientapp = "federation.client_app:app"
 trust = "central"       # or "secure-sum": the server sees masked sums only (needs the other mechanism in fedblur.toml)
 deadline = 600.0        # seconds that a node has for an answer
 start-timeout = 600.0   # seconds to wait for all nodes before the first round
-out = "$out"            # the run folder, on the server
+out = $out  # the run folder, on the server
 """
 
 _CONFIG = """# The training of this federation; every key of `fedblur run` can stand here.
-clients = 3               # N, the number of nodes: all of them must be online when the run starts
+clients = $clients               # N, the number of nodes: all of them must be online when the run starts
 rounds = 3                # raise it when everything works
 sample_rate = 1.0         # p, each node joins a round with this probability
 epsilon = 8.0
@@ -75,8 +76,8 @@ def _digits():
 def client_data(node):
     """This node's own samples and labels. `node` holds what --node-config says, for instance a path."""
     x, y = _digits()
-    mine = slice(350 * int(node["partition-id"]), 350 * (int(node["partition-id"]) + 1))
-    return x[:1400][mine], y[:1400][mine]
+    mine = slice(int(node["partition-id"]), 1400, int(node.get("num-partitions", 4)))  # every fourth one
+    return x[mine], y[mine]
 
 
 def test_data():
@@ -113,16 +114,26 @@ app = server_app(task)
 '''
 
 _CERTIFICATES = """#!/bin/sh
-# On the server, once: an authority of your own, and the server's certificate for $host.
+# On the server: an authority of your own, once, and the server's certificate for $host, for 825 days. Run it again to
+# renew the latter: the authority stays, since nodes know the server by it.
 set -eu
 umask 077
 cd "$$(dirname "$$0")" && mkdir -p secrets && cd secrets
-openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-384 -nodes -days 3650 -subj "/CN=federation authority" \\
-  -addext "basicConstraints=critical,CA:TRUE" -addext "keyUsage=critical,keyCertSign,cRLSign" -keyout ca.key -out ca.crt
-openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-384 -nodes -subj "/CN=$host" -keyout server.key -out server.csr
-printf 'subjectAltName=%s\\nextendedKeyUsage=serverAuth\\nbasicConstraints=CA:FALSE\\n' "$names" > server.ext
-openssl x509 -req -in server.csr -CA ca.crt -CAkey ca.key -CAcreateserial -days 825 -extfile server.ext -out server.crt
-rm server.csr server.ext
+if [ ! -e ca.crt ]; then
+  openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-384 -nodes -days 3650 -subj "/CN=federation authority" \\
+    -addext "basicConstraints=critical,CA:TRUE" -addext "keyUsage=critical,keyCertSign,cRLSign" \\
+    -keyout ca.key -out ca.crt
+fi
+if [ ! -e ca.key ]; then
+  echo "secrets/ca.key is not here; bring it back to make a certificate for the server" >&2
+  exit 1
+fi
+openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-384 -nodes -subj "/CN=$host" -keyout new.key -out new.csr
+printf 'subjectAltName=%s\\nextendedKeyUsage=serverAuth\\nbasicConstraints=CA:FALSE\\n' "$names" > new.ext
+openssl x509 -req -in new.csr -CA ca.crt -CAkey ca.key -CAcreateserial -days 825 -extfile new.ext -out new.crt
+mv new.key server.key
+mv new.crt server.crt
+rm new.csr new.ext
 """
 
 _SUPERLINK = """#!/bin/sh
@@ -139,7 +150,7 @@ _GATEWAY = """#!/bin/sh
 # the interface that starts runs, which has no login, on the same port.
 set -eu
 cd "$$(dirname "$$0")"
-exec fedblur deploy gateway --listen $door:$port --superlink 127.0.0.1:$inner --secrets secrets
+exec fedblur deploy gateway --listen "$door:$port" --superlink 127.0.0.1:$inner --secrets secrets
 """
 
 _SUPERNODE = """#!/bin/sh
@@ -180,19 +191,29 @@ _SECURE_LINK = (
 )
 
 
-def files(folder: str, host: str, port: int, inner: int, name: str, loopback: bool, insecure: bool) -> dict[str, str]:
+def files(
+    folder: str, host: str, port: int, inner: int, name: str, loopback: bool, insecure: bool, clients: int = 3
+) -> dict[str, str]:
     """Path and text of every file. `name`: DNS:… or IP:… of the host; `inner`: the SuperLink's own port."""
-    secure_node = f'--root-certificates secrets/ca.crt --auth-supernode-private-key "$1" --superlink {host}:{port}'
+    six = ":" in host
+    address = f"[{host}]" if six else host
+    secure_node = f'--root-certificates secrets/ca.crt --auth-supernode-private-key "$1" --superlink "{address}:{port}"'
     values = {
-        "out": f"{folder}/run",
+        "out": _quoted(f"{folder}/run"),
         "host": host,
-        "door": host if loopback else "0.0.0.0",
+        "clients": str(clients),
+        "door": address if loopback else "[::]" if six else "0.0.0.0",
         "port": str(port),
         "inner": str(inner),
         "names": ",".join(dict.fromkeys((name, "IP:127.0.0.1", "DNS:localhost"))),
         "link": "--insecure" if insecure else _SECURE_LINK,
         "node": f"--insecure --superlink 127.0.0.1:{inner}" if insecure else secure_node,
-        "security": "insecure = true" if insecure else f'root-certificates = "{folder}/secrets/ca.crt"',
+        "security": "insecure = true" if insecure else f"root-certificates = {_quoted(f'{folder}/secrets/ca.crt')}",
     }
     left_out = {"certificates.sh", "gateway.sh"} if insecure else set()
     return {path: Template(text).substitute(values) for path, text in FILES.items() if path not in left_out}
+
+
+def _quoted(text: str) -> str:
+    """As a TOML string, which escapes as JSON does."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

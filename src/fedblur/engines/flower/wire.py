@@ -15,6 +15,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 HEAD, ARRAYS = "fedblur", "arrays"
 _KEY = 4096  # bytes of a public key, a share or a sealed share, at most
+_FRAME = 2**16  # bytes of a reply beside its values and arrays: names, Flower's own records
 _STYPE = "fedblur.raw"
 
 
@@ -95,6 +96,12 @@ def read_reply(message: Message, kind: str, round_: int, nonce: bytes, length: i
             raise Refused(f"its array has {len(data)} bytes in place of {length}")
         values["array"] = data
     return values
+
+
+def longest(kind: str, members: int, length: int) -> int:
+    """Bytes of a reply, at most: lists are of one item for each member, arrays of `length` bytes."""
+    items = sum(members if isinstance(form, tuple) else 1 for form in REPLIES[kind].values.values())
+    return _FRAME + items * _KEY + len(REPLIES[kind].arrays) * length
 
 
 def size(content: RecordDict) -> int:
