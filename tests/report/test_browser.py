@@ -132,6 +132,7 @@ def test_browser__the_button_switches_the_theme(opened: Opened) -> None:
     opened.page.click("#theme")
     after = opened.page.evaluate(colour)
     assert {before, after} == {"rgb(246, 247, 249)", "rgb(17, 19, 22)"}
+    opened.page.wait_for_timeout(300)  # a browser keeps what a page stores in another process; nobody reloads at once
     opened.page.reload()
     assert opened.page.evaluate(colour) == after
 
