@@ -74,11 +74,6 @@ def adjacency(event: Event) -> Adjacency:
     return relations.pop()
 
 
-def stated_adjacency(event: Event, mechanism: object) -> str:
-    """As `adjacency`; but where a small cohort aborts its round (`min_cohort`), that shows how many clients came."""
-    return ZERO_OUT if getattr(mechanism, "min_cohort", None) else adjacency(event)
-
-
 def _relation(release: Event) -> Adjacency:
     if isinstance(release, FixedSizeSampled | PoissonSampled):
         _relation(release.inner)
@@ -231,6 +226,7 @@ class PrivacyPlan:
     delta: float
     accountant: Accountant
     epsilon_target: float  # a run may not pass it; inf: no privacy
+    shows_cohort: bool = False  # a release tells how many clients came
 
     @property
     def expected_cohort(self) -> float:
@@ -240,6 +236,11 @@ class PrivacyPlan:
     def event(self) -> Event:
         """Of one round."""
         return self.sampler.event(self.release)
+
+    @property
+    def adjacency(self) -> str:
+        """Between which neighbours epsilon holds. Where it shows who came, a client's presence is no secret."""
+        return ZERO_OUT if self.shows_cohort else adjacency(self.event())
 
     def epsilon(self, rounds: int | None = None) -> float:
         """Spent after this many rounds; after all of them by default."""
@@ -260,7 +261,8 @@ def make_plan(
     if (epsilon is None) == (noise_multiplier is None):
         raise ConfigError(f"epsilon={epsilon} and noise_multiplier={noise_multiplier}: give exactly one of them")
     fixed = parse_delta(delta, sampler.clients)
-    sampler = sampler.seen() if mechanism.shows_cohort else sampler
+    shown = mechanism.shows_cohort
+    sampler = sampler.seen() if shown else sampler
     if noise_multiplier is None:
         assert epsilon is not None
         noise_multiplier = calibrate(
@@ -269,4 +271,4 @@ def make_plan(
     release = mechanism.event(noise_multiplier)
     if epsilon is None:
         epsilon = _checked(sampler.event(release), rounds, fixed, accountant)
-    return PrivacyPlan(sampler, release, noise_multiplier, rounds, fixed, accountant, epsilon)
+    return PrivacyPlan(sampler, release, noise_multiplier, rounds, fixed, accountant, epsilon, shown)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from fedblur.accounting import Accountant, PrivacyPlan, epsilon, make_plan, stated_adjacency
+from fedblur.accounting import Accountant, PrivacyPlan, epsilon, make_plan
 from fedblur.errors import ConfigError, PrivacyError
 from fedblur.mechanisms import Mechanism
 from fedblur.mechanisms.base import Conditions
@@ -82,7 +82,7 @@ class Outlook:
             "rounds": setting.rounds,
             "delta": plan.delta,
             "sampling": setting.sampling,
-            "adjacency": stated_adjacency(plan.event(), setting.mechanism),
+            "adjacency": plan.adjacency,
             "mechanism": describe(setting.mechanism),
             "parameters": setting.parameters,
             "clip_norm": setting.clip_norm,

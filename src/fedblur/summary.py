@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fedblur.accounting import PrivacyPlan, stated_adjacency
+from fedblur.accounting import PrivacyPlan
 from fedblur.config import Config, canonical
 from fedblur.mechanisms.secure_sum import SecureSum
 from fedblur.planning import signal_to_noise
@@ -76,7 +76,7 @@ def privacy_statement(setup: Setup, state: ServerState) -> dict[str, Any]:
         "delta": plan.delta,
         "accountant": config.accountant,
         "unit": "client (all samples of one user)",
-        "adjacency": stated_adjacency(plan.event(), config.mechanism),
+        "adjacency": plan.adjacency,
         "sampling": plan.sampler.description,
         "mechanism": canonical(describe(config.mechanism)),
         "noise_multiplier": plan.noise_multiplier,

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedblur.accounting import stated_adjacency
 from fedblur.audit.canaries import CanaryEngine, Directions
 from fedblur.audit.estimate import Estimate, Values, gaussian_fit, lower_bound
 from fedblur.clipping import Bounded
@@ -202,7 +201,7 @@ def _about(setup: Setup, protocol: Protocol, canaries: int, held_out: int) -> di
         "config_hash": config_hash(setup.config),
         "delta": plan.delta,
         "accountant": plan.accountant,
-        "adjacency": stated_adjacency(plan.event(), setup.config.mechanism),
+        "adjacency": plan.adjacency,
         "clients": setup.federation.train.clients,
         "canaries": canaries,
         "held_out": held_out,

@@ -10,7 +10,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fedblur.accounting import stated_adjacency
 from fedblur.commands.names import complete, complete_recipe
 from fedblur.commands.run import Json
 from fedblur.commands.terminal import print_json
@@ -145,8 +144,7 @@ def show(answer: Outlook, console: Console) -> None:
     setting, plan = answer.setting, answer.tightest
     cohort = f"{plan.expected_cohort:,.5g} ± {plan.sampler.cohort_spread:.3g} clients a round"
     console.print(f"{plan.sampler.description}: {cohort}", highlight=False)
-    neighbours = stated_adjacency(plan.event(), setting.mechanism)
-    console.print(f"{setting.rounds:,} rounds, δ = {plan.delta:.3g}, {neighbours}", highlight=False, soft_wrap=True)
+    console.print(f"{setting.rounds:,} rounds, δ = {plan.delta:.3g}, {plan.adjacency}", highlight=False, soft_wrap=True)
     name = setting.mechanism.part_name
     console.print(f"{setting.parameters:,} parameters, S = {setting.clip_norm:g}, {name} noise", highlight=False)
     console.print(_accountants(answer))

@@ -14,9 +14,11 @@ from flwr.app import Message
 from flwr.common.secure_aggregation.crypto.shamir import create_shares
 from scipy import stats
 
+from fedblur.accounting import calibrate, epsilon
 from fedblur.engines.flower import masking, member, training, wire
 from fedblur.engines.flower.sums import SecureRound
 from fedblur.errors import ConfigError
+from fedblur.events import Gaussian
 from fedblur.train import Run
 from tests.engines.flower.world import (
     SECURE,
@@ -272,6 +274,14 @@ def test_trust__the_statement_says_on_whom_the_noise_depends(tmp_path: Path) -> 
     words = run_with(tmp_path, rounds=1)[0].summary["privacy"]["trust_model"]
     assert "at least 3 survivors of each round really add theirs" in words
     assert "(survivors - 1)/3 of the variance" in words
+
+
+@pytest.mark.parametrize(("least", "silent", "real"), [(3, 1, "10.4"), (3, 2, "16.6"), (10, 1, "8.6")])
+def test_trust__figures_of_the_guide_on_nodes_that_add_no_noise(least: int, silent: int, real: str) -> None:
+    noise = calibrate(Gaussian, 3, 8.0, 1e-3, "rdp")
+    left = Gaussian(noise * math.sqrt((least - silent) / least))
+    assert f"{epsilon(left, 3, 1e-3, 'rdp'):.1f}" == real
+    assert real in (Path(__file__).parents[3] / "docs/deploy.md").read_text()
 
 
 def test_trust__central_refuses_shares_of_clients(tmp_path: Path) -> None:
