@@ -212,6 +212,9 @@ class Noise(Protocol):
     @property
     def shows_cohort(self) -> bool: ...
 
+    @property
+    def excess(self) -> float: ...
+
     def event(self, noise_multiplier: float) -> Event: ...
 
 
@@ -227,11 +230,17 @@ class PrivacyPlan:
     accountant: Accountant
     epsilon_target: float  # a run may not pass it; inf: no privacy
     shows_cohort: bool = False  # a release tells how many clients came
+    excess: float = 1.0  # variance of the noise that an expected cohort adds, over what is accounted
 
     @property
     def expected_cohort(self) -> float:
         """The constant that sums are divided by."""
         return self.sampler.expected_cohort
+
+    @property
+    def added_noise(self) -> float:
+        """σ of the noise that an expected cohort adds: as accounted, or more."""
+        return self.noise_multiplier * math.sqrt(self.excess)
 
     def event(self) -> Event:
         """Of one round."""
@@ -271,4 +280,4 @@ def make_plan(
     release = mechanism.event(noise_multiplier)
     if epsilon is None:
         epsilon = _checked(sampler.event(release), rounds, fixed, accountant)
-    return PrivacyPlan(sampler, release, noise_multiplier, rounds, fixed, accountant, epsilon, shown)
+    return PrivacyPlan(sampler, release, noise_multiplier, rounds, fixed, accountant, epsilon, shown, mechanism.excess)

@@ -67,7 +67,7 @@ class Outlook:
     def noise_norm(self) -> float:
         """Expected l2 norm of the noise in one round's mean; no signal can be longer than the clip norm."""
         plan, setting = self.tightest, self.setting
-        return plan.noise_multiplier * setting.clip_norm * math.sqrt(setting.parameters) / plan.expected_cohort
+        return plan.added_noise * setting.clip_norm * math.sqrt(setting.parameters) / plan.expected_cohort
 
     def signal_to_noise(self, accountant: Accountant) -> float:
         return signal_to_noise(self.plans[accountant], self.setting.parameters)
@@ -90,7 +90,7 @@ class Outlook:
             "epsilon": {name: p and p.epsilon_target for name, p in known.items()},
             "expected_cohort": plan.expected_cohort,
             "cohort_spread": plan.sampler.cohort_spread,
-            "noise_std": plan.noise_multiplier * setting.clip_norm,
+            "noise_std": plan.added_noise * setting.clip_norm,
             "noise_norm": self.noise_norm,
             "signal_to_noise": {name: p and signal_to_noise(p, setting.parameters) for name, p in known.items()},
             "advice": list(self.advice),
@@ -98,8 +98,8 @@ class Outlook:
 
 
 def signal_to_noise(plan: PrivacyPlan, parameters: int) -> float:
-    """R = √T·pN/(σ√d); inf without noise."""
-    noise = plan.noise_multiplier * math.sqrt(parameters)
+    """R = √T·pN/(σ√d), with the σ that an expected cohort adds; inf without noise."""
+    noise = plan.added_noise * math.sqrt(parameters)
     return math.sqrt(plan.rounds) * plan.expected_cohort / noise if noise else math.inf
 
 

@@ -11,7 +11,6 @@ import torch
 
 from fedblur.accounting import PrivacyPlan
 from fedblur.config import Config, canonical
-from fedblur.mechanisms.secure_sum import SecureSum
 from fedblur.planning import signal_to_noise
 from fedblur.plugins import loaded
 from fedblur.registry import describe
@@ -116,13 +115,11 @@ def sent_coordinates(protocol: Protocol) -> int:
 
 
 def vector_plan(protocol: Protocol) -> PrivacyPlan:
-    """The plan with the noise that the model's update gets: a little more where a noisy bit count rides along, and more
-    where shares are sized for fewer clients than come."""
-    plan, sigma = protocol.plan, protocol.plan.noise_multiplier
-    if protocol.clipping is not None:
-        sigma = protocol.clipping.vector_multiplier(sigma, plan.expected_cohort)
-    if isinstance(protocol.mechanism, SecureSum):
-        sigma *= math.sqrt(protocol.mechanism.excess)
+    """The plan with the noise that the model's update gets: a little more where a noisy bit count rides along."""
+    plan = protocol.plan
+    if protocol.clipping is None:
+        return plan
+    sigma = protocol.clipping.vector_multiplier(plan.noise_multiplier, plan.expected_cohort)
     return replace(plan, noise_multiplier=sigma)
 
 

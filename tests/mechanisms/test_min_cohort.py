@@ -13,9 +13,11 @@ from scipy.stats import norm
 import fedblur
 from fedblur.accountants import ORDERS, renyi
 from fedblur.accounting import PrivacyPlan, epsilon, make_plan
+from fedblur.audit.one_shot import Overheard
 from fedblur.config import from_dict
 from fedblur.mechanisms.base import Conditions
 from fedblur.mechanisms.ddgauss import DDGauss
+from fedblur.planning import Setting, outlook, signal_to_noise
 from fedblur.sampling import Poisson, Sampling
 from fedblur.verification import read_books
 
@@ -63,10 +65,25 @@ def test_min_cohort__a_run_spends_and_states_it(tmp_path: Path) -> None:
     mechanism = {"name": "ddgauss", "mode": "exact", "min_cohort": 20, "bits": 20}
     table = {"mechanism": mechanism, "accountant": "rdp", "rounds": 2, "noise_multiplier": 3.0, "epsilon": None}
     run = fedblur.train(from_dict(table), out=tmp_path / "run")
-    privacy = json.loads((tmp_path / "run" / "summary.json").read_text())["privacy"]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    privacy = summary["privacy"]
     config = {**table, "sample_rate": 1.0, "sampling": "full"}
     config["mechanism"] = mechanism | {"min_cohort": 359}
     everyone = fedblur.train(from_dict(config), out=tmp_path / "everyone")
     assert run.epsilon == pytest.approx(everyone.epsilon, rel=0.01)  # grids differ a little
     assert read_books(tmp_path / "run" / "ledger.jsonl").epsilon("rdp") == pytest.approx(run.epsilon)
     assert "so sampling amplifies nothing" in privacy["sampling"]
+    given = from_dict(table)
+    setting = Setting(
+        359, given.sample_rate, 2, noise_multiplier=3.0, mechanism=given.mechanism, parameters=summary["parameters"]
+    )
+    assert privacy["signal_to_noise"] == pytest.approx(outlook(setting).signal_to_noise("rdp"))
+
+
+def test_min_cohort__more_noise_than_is_accounted_counts_against_the_signal_in_a_plan_as_in_a_run() -> None:
+    found = plan(M, Poisson())
+    assert found.added_noise == pytest.approx(SIGMA * np.sqrt(P * N / M))
+    assert signal_to_noise(found, 1000) == pytest.approx(np.sqrt(10) * P * N / (found.added_noise * np.sqrt(1000)))
+    assert plan(None, Poisson()).added_noise == SIGMA
+    bound = DDGauss(mode="exact", min_cohort=M).bind(Conditions(1000, 0.1, P * N, N))
+    assert Overheard(bound).excess == bound.excess == found.excess

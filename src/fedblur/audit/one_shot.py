@@ -105,6 +105,10 @@ class Overheard:
     def shows_cohort(self) -> bool:
         return self.inner.shows_cohort
 
+    @property
+    def excess(self) -> float:
+        return self.inner.excess
+
     def event(self, noise_multiplier: float) -> Event:
         return self.inner.event(noise_multiplier)
 

@@ -78,6 +78,11 @@ class Mechanism(Protocol):
         """Whether what is released tells how many clients came, by how much noise there is for instance."""
         ...
 
+    @property
+    def excess(self) -> float:
+        """Variance of the noise that an expected cohort adds, over what is accounted: at least 1."""
+        ...
+
     def event(self, noise_multiplier: float) -> Event:
         """What one release costs, before sampling."""
         ...

@@ -42,6 +42,10 @@ class Gaussian:
     def shows_cohort(self) -> bool:
         return False  # the noise on the sum is the same for every cohort
 
+    @property
+    def excess(self) -> float:
+        return 1.0
+
     def bind(self, conditions: Conditions) -> Gaussian:
         return self
 

@@ -121,7 +121,7 @@ class SecureSum:
 
     @property
     def excess(self) -> float:
-        """Variance of the noise that an expected cohort adds, over what is due."""
+        """Shares of the noise are sized for `min_cohort` clients, and more come."""
         cohort = self.conditions.expected_cohort
         return max(1.0, cohort / (self.part.min_cohort or cohort))
 

@@ -34,6 +34,10 @@ class VoteNoise:
     def shows_cohort(self) -> bool:
         return False  # everyone votes
 
+    @property
+    def excess(self) -> float:
+        return 1.0
+
     def event(self, noise_multiplier: float) -> Event:
         """σ_v is the multiplier times √(Q + C·(σ_v/σ₁)²): for one query it is the multiplier itself."""
         noise_std = noise_multiplier * math.sqrt(self.queries + self.checks / self.check_noise**2)

@@ -192,7 +192,7 @@ _SECURE_LINK = (
 
 
 def files(
-    folder: str, host: str, port: int, inner: int, name: str, loopback: bool, insecure: bool, clients: int = 3
+    folder: str, host: str, port: int, inner: int, name: str, loopback: bool, insecure: bool, clients: int
 ) -> dict[str, str]:
     """Path and text of every file. `name`: DNS:… or IP:… of the host; `inner`: the SuperLink's own port."""
     six = ":" in host
