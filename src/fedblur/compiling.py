@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from fedblur.kernels.fusion import fusing
+from fedblur.kernels.updating import fuse_updates
 from fedblur.pipelining import halves
 
 # The compiler's own benchmark is not written: it holds the command line as it is, and a quote in there breaks the code.
@@ -76,6 +77,9 @@ class Compiled:
         cut = halves(graph, set(invariant), state) if self.state else None
         if cut is None:
             return self._by_compiler(graph), outcome[-1]
+        if _on_gpu(tensors):
+            fuse_updates(cut.loop.graph)
+            cut.loop.recompile()
         return Pipeline(self._by_compiler(cut.head), self._by_compiler(cut.loop), state, invariant), outcome[-1]
 
     def _by_compiler(self, graph: GraphModule) -> Callable[..., Any]:
@@ -130,6 +134,10 @@ class Pipeline:
         state, self.carried = results[: len(self.state)], results[len(self.state) :]
         self.expected = [*state, *steady]
         return state
+
+
+def _on_gpu(tensors: list[Tensor]) -> bool:
+    return any(tensor.is_cuda for tensor in tensors)
 
 
 def _same(tensors: list[Tensor], others: list[Tensor]) -> bool:

@@ -107,7 +107,10 @@ def _copy(target: Graph, node: Node, known: dict[Node, Node]) -> Node:
 
 
 def _placeholders(graph: Graph, nodes: list[Node]) -> dict[Node, Node]:
-    return {node: graph.placeholder(f"given_{i}") for i, node in enumerate(nodes)}
+    made = {node: graph.placeholder(f"given_{i}") for i, node in enumerate(nodes)}
+    for node, placeholder in made.items():
+        placeholder.meta = dict(node.meta)
+    return made
 
 
 def _shape(node: Node) -> torch.Size | None:

@@ -1,0 +1,78 @@
+"""Times tiles of the dense update's kernel, then a round with and without it: where `triton_dense`'s constants are.
+
+    python benchmarks/tune_dense.py [--models cnn] [--repeats 15] [--quick]
+
+`--quick` leaves the search out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import gpu
+import torch
+from triton.testing import do_bench_cudagraph
+
+from fedblur import client, compiling
+from fedblur.kernels import dense_ops, triton_dense
+from fedblur.kernels.updating import fuse_updates
+
+_SHAPES = [([64, 64], 4), ([128, 64], 8), ([64, 128], 8), ([32, 128], 4), ([64, 64], 8), ([128, 32], 4)]  # tile, warps
+_LOOPS = [(17, 3), (34, 3), (68, 3), (136, 3), (34, 4), (136, 4), (17, 2), (9, 3)]  # clients to a program, loads ahead
+
+
+def search() -> None:
+    """The fastest for CNN-B's dense layer, put into place."""
+    clients, batch, outputs, inputs = 136, 64, 128, 7744
+    slope = torch.randn(clients, batch, outputs, device="cuda").bfloat16().transpose(1, 2)
+    x = torch.randn(clients, batch, inputs, device="cuda").bfloat16()
+    delta, start = torch.randn(clients, outputs, inputs).cuda(), torch.randn(outputs, inputs).cuda()
+    decay = torch.rand(clients, device="cuda")
+    best = math.inf, dense_ops.TILE, (triton_dense.GROUP, triton_dense.STAGES, triton_dense.WARPS)
+    for (tile, warps), (group, stages) in itertools.product(_SHAPES, _LOOPS):
+        _set(group, stages, warps)
+        took = _milliseconds(lambda tile=tile: triton_dense.update(slope, x, delta, decay, start, tile))
+        print(f"tile {tile}, {group} clients, {stages} stages, {warps} warps: {took:.3f} ms", flush=True)
+        best = min(best, (took, tile, (group, stages, warps)))
+    dense_ops.TILE[:] = best[1]
+    _set(*best[2])
+    product = torch.empty(clients, outputs, inputs, device="cuda", dtype=torch.bfloat16)
+    alone = _milliseconds(lambda: torch.bmm(slope, x, out=product))
+    print(f"best: {best}; the product alone: {alone:.3f} ms", flush=True)
+
+
+def _set(group: int, stages: int, warps: int) -> None:
+    triton_dense.GROUP, triton_dense.STAGES, triton_dense.WARPS = group, stages, warps
+
+
+def _milliseconds(run: Callable[[], Any]) -> float:
+    try:
+        return float(do_bench_cudagraph(run, rep=10))
+    except Exception as error:  # tiles that need more memory than a multiprocessor has
+        print(f"{type(error).__name__}: ", end="")
+        return math.inf
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["cnn"], choices=[*gpu.TASKS])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    if not options.quick:
+        search()
+    for key in options.models:
+        for fused in (True, False):
+            print("one kernel:" if fused else "product and update apart:", flush=True)
+            compiling.fuse_updates = fuse_updates if fused else lambda graph: 0
+            client._compiled_steps.cache_clear()
+            client.many_clients.cache_clear()
+            gpu.measure(key, ["compiled"], options.repeats, profile=True)
+
+
+if __name__ == "__main__":
+    main()
