@@ -1,6 +1,6 @@
 """One round on a GPU, several ways: time per step and round, TFLOP/s, share of the memory floor, agreement of the sums.
 
-    python benchmarks/gpu.py [--models cnn cnn_a gn_cnn resnet18] [--ways loop pfl half compiled] [--json FILE]
+    python benchmarks/gpu.py [--models cnn cnn_a gn_cnn resnet18] [--ways loop pfl half recorded compiled] [--json FILE]
 
 `pfl` needs that package (`peers/pfl.txt`) on the path. Data are random images of the right shape, resident on the
 device; one client's work is 30 steps of batch 64 (ResNet-18: batch 50), with BLUR and LUS on. `loop` is an ordinary
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedblur.client import Block, ClientJob
+from fedblur.client import Block, ClientJob, How
 from fedblur.config import LocalTraining
 from fedblur.data.population import Packed
 from fedblur.engines import LocalEngine
@@ -71,6 +71,8 @@ TASKS = {
     "resnet18_users": Task("ResNet-18, 160 clients of 10 images", "resnet18", (3, 32, 32), 10, 160, 10),
     "resnet18_blocks": Task("ResNet-18, blocks of 34", "resnet18", (3, 32, 32), 10, 136, 64, block=34),
 }
+HOW: dict[str, How] = {"recorded": "recorded", "compiled": "compiled", "compiled-fp32": "compiled"}  # others: plain
+HALF = ("half", "recorded", "compiled")  # bf16
 METHODS: tuple[Method, ...] = (Blur(0.4), Lus(0.7))
 
 
@@ -80,10 +82,10 @@ def job_for(task: Task, module: nn.Module, half: bool, methods: tuple[Method, ..
     return ClientJob(as_function(module, half), layout, layout.unflatten(initial_vector(module)), local, methods, 0.03)
 
 
-def ours(task: Task, module: nn.Module, population: Packed, half: bool, compiled: bool) -> Callable[[], list[Block]]:
+def ours(task: Task, module: nn.Module, population: Packed, way: str) -> Callable[[], list[Block]]:
     block = task.block or task.clients
-    engine = LocalEngine(population, CUDA, vectorise=True, block_size=block, compiled=compiled)
-    job, ids, rng = job_for(task, module, half, METHODS), torch.arange(task.clients), Seeded.root(0)
+    engine = LocalEngine(population, CUDA, vectorise=True, block_size=block, how=HOW.get(way, "plain"))
+    job, ids, rng = job_for(task, module, way in HALF, METHODS), torch.arange(task.clients), Seeded.root(0)
     return lambda: list(engine.map_clients(job, ids, rng))
 
 
@@ -180,7 +182,7 @@ def measure(key: str, ways: list[str], repeats: int, profile: bool) -> list[dict
         if way in PEERS:
             run = PEERS[way](task, copy.deepcopy(module), population)  # they train it in place
         else:
-            run = ours(task, module, population, half=way in ("half", "compiled"), compiled=way.startswith("compiled"))
+            run = ours(task, module, population, way)
         torch.cuda.reset_peak_memory_stats()
         try:
             first, ms = milliseconds(run, 1 if way in PEERS else repeats)

@@ -156,11 +156,11 @@ def test_compiled__methods_that_leave_steps_alone_share_them() -> None:
     blur = LocalProgram(job.forward, job.layout, job.local, job.methods)
     both, other = (LocalProgram(job.forward, job.layout, job.local, (Blur(0.4), Lus(c))) for c in (0.5, 0.9))
     plain = LocalProgram(job.forward, job.layout, job.local, ())
-    steps = {id(many_clients(program, compiled=True).train) for program in (blur, both, other)}
+    steps = {id(many_clients(program, "compiled").train) for program in (blur, both, other)}
     assert len(steps) == 1
-    assert many_clients(both, compiled=True).score is many_clients(other, compiled=True).score
-    assert many_clients(plain, compiled=True).train is not many_clients(blur, compiled=True).train
-    assert many_clients(both, compiled=True).shape is not many_clients(other, compiled=True).shape
+    assert many_clients(both, "compiled").score is many_clients(other, "compiled").score
+    assert many_clients(plain, "compiled").train is not many_clients(blur, "compiled").train
+    assert many_clients(both, "compiled").shape is not many_clients(other, "compiled").shape
 
 
 def test_compiled__runs_of_one_named_model_share_a_function_whatever_their_seeds(tmp_path: Path) -> None:

@@ -79,8 +79,8 @@ def test_simplify__leaves_code_alone_that_writes_in_place() -> None:
 def test_engine__traced_blocks_are_filled_up_and_give_the_same_clients() -> None:
     job, population = job_for(dense(), (Blur(0.4), Lus(0.5))), packed([8] * 33 + [3])
     one, other = (
-        [*LocalEngine(population, CPU, True, 64, traced=traced).map_clients(job, torch.arange(33), Seeded.root(0))]
-        for traced in (False, True)
+        [*LocalEngine(population, CPU, True, 64, how).map_clients(job, torch.arange(33), Seeded.root(0))]
+        for how in ("plain", "traced")
     )
     assert [len(block.norms) for block in other] == [33]  # one empty client filled it up to 34
     assert torch.equal(one[0].bounded.value, other[0].bounded.value)
@@ -90,7 +90,7 @@ def test_engine__a_traced_step_may_be_followed_by_an_untraced_score() -> None:
     local = LocalTraining(steps=20, batch_size=8, learning_rate=0.1, momentum=0.5)
     job, population = job_for(dense(), (Blur(0.4), Lus(0.5)), local=local), packed([8] * 4)
     one, other = (
-        [*LocalEngine(population, CPU, True, 64, traced=traced).map_clients(job, torch.arange(4), Seeded.root(0))]
-        for traced in (False, True)
+        [*LocalEngine(population, CPU, True, 64, how).map_clients(job, torch.arange(4), Seeded.root(0))]
+        for how in ("plain", "traced")
     )
     assert torch.equal(one[0].bounded.value, other[0].bounded.value)

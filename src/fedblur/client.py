@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial, reduce
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -157,6 +157,11 @@ class LocalProgram:
         return cast(Params, gradient)
 
 
+# How a block's steps are run: operator by operator; traced, the same bits with
+# less between the operators; recorded, the same operators as one CUDA graph; compiled, a few fused kernels, recorded.
+How = Literal["plain", "traced", "recorded", "compiled"]
+
+
 class Steps(NamedTuple):
     """A program's functions as an engine runs them: for one client, or for a block of clients at once."""
 
@@ -172,17 +177,17 @@ def one_client(program: LocalProgram) -> Steps:
 
 
 @lru_cache(maxsize=8)
-def many_clients(program: LocalProgram, compiled: bool = False, traced: bool = False) -> Steps:
-    """The same under `vmap`. Worth it for long runs: compiled, a step is a few fused kernels; traced, the same bits
-    with less between the operators."""
+def many_clients(program: LocalProgram, how: How = "plain") -> Steps:
+    """The same under `vmap`."""
     shape = torch.func.vmap(program.shape, in_dims=(None, 0, 0, 0))
-    if compiled:
+    if how == "compiled":
         stepping = replace(program, methods=tuple(method for method in program.methods if method.steers_steps))
         return Steps(_compiled_steps(stepping), _compiled_score(replace(program, methods=())), Compiled(shape))
     step, score = batched_step(program), _batched_score(program)
-    if traced:
+    if how == "traced":
         step, score = Traced(step, given=(1, 2)), Traced(score)  # Δ and velocity: `run_steps` alone holds them
-    return Steps(partial(run_steps, step, program.local), score, shape)
+    train = partial(run_steps, step, program.local)
+    return Steps(_recorded(train) if how == "recorded" else train, score, shape)
 
 
 def batched_step(program: LocalProgram) -> Callable[..., tuple[Params, Params]]:
@@ -193,8 +198,11 @@ def batched_step(program: LocalProgram) -> Callable[..., tuple[Params, Params]]:
 def _compiled_steps(program: LocalProgram) -> Callable[..., Params]:
     """Of all programs whose steps are the same: LUS, for one, does not touch them."""
     step = Compiled(batched_step(program), state=(1, 2), invariant=(0, 3))  # Δ and velocity; w and S stay
-    train = partial(run_steps, step, program.local)
-    return Captured(train, resident=(2, 3)) if capturing_enabled() else train
+    return _recorded(partial(run_steps, step, program.local))
+
+
+def _recorded(train: Callable[..., Params]) -> Callable[..., Params]:
+    return Captured(train, resident=(2, 3)) if capturing_enabled() else train  # samples are read where they lie
 
 
 @lru_cache(maxsize=8)
@@ -244,13 +252,11 @@ def _score_gradient(job: ClientJob, steps: Steps, delta: Params, shard: Shard, c
     return total, (chunks >= 0).sum((-1, -2)).clamp(min=1)
 
 
-def train_block(
-    job: ClientJob, shard: Shard, work: Work, vectorise: bool, compiled: bool = False, traced: bool = False
-) -> Block:
+def train_block(job: ClientJob, shard: Shard, work: Work, vectorise: bool, how: How = "plain") -> Block:
     """`local_update` for a block of clients, all at once or one after another, then the clip."""
     program = LocalProgram(job.forward, job.layout, job.local, job.methods)
     if vectorise:
-        return clip_block(local_update(job, many_clients(program, compiled, traced), shard, work), job)
+        return clip_block(local_update(job, many_clients(program, how), shard, work), job)
     rows = zip(work.plan, work.samples, work.seeds, strict=True)
     each = [local_update(job, one_client(program), shard, Work(*row)) for row in rows]
     return clip_block(Trained(*map(torch.stack, zip(*each, strict=True))), job)

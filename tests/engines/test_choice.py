@@ -9,12 +9,13 @@ from torch import nn
 
 import fedblur
 from fedblur.engines import Choice, timing
-from fedblur.engines.choice import rule
+from fedblur.engines.choice import choose_engine, rule
 from fedblur.engines.distributed import Ranks
+from fedblur.engines.local import LocalEngine
 from fedblur.engines.timing import Work, timed_choice
 from fedblur.setup import Machine, _choice
 from fedblur.train import resume
-from tests.worlds import CPU, SmallCnn, job_for
+from tests.worlds import CPU, SmallCnn, job_for, packed
 
 SHORT = fedblur.Config(rounds=4, seed=0, checkpoint_every=2, epsilon=4.0)
 
@@ -155,3 +156,16 @@ def test_resume__a_spoilt_record_is_one_line(tmp_path: Path) -> None:
     (run.path / "engine.json").write_text("{")
     with pytest.raises(fedblur.FedBlurError, match=r"engine\.json cannot be read: .*delete it"):
         resume(run.path)
+
+
+@pytest.mark.parametrize(
+    ("steps", "how"), [(0, "plain"), (199, "plain"), (200, "recorded"), (1999, "recorded"), (2000, "compiled")]
+)
+def test_choice__on_a_gpu_longer_runs_prepare_more(steps: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**36, 2**37))
+    population = packed([4] * 3)
+    monkeypatch.setattr(type(population), "to", lambda self, device: self)
+    engine = choose_engine(population, nn.Linear(4, 2), 10, torch.device("cuda"), "vectorised", steps, cohort=100.0)
+    assert isinstance(engine, LocalEngine)
+    assert engine.how == how
+    assert engine.sizes == (() if how == "plain" else (112, 144))

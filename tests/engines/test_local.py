@@ -17,7 +17,7 @@ def test_blocks__filling_up_changes_no_update() -> None:
     job, population = job_for(SmallCnn(), local=LocalTraining(steps=2, batch_size=4)), packed([3, 5, 8])
     ids, rng = torch.arange(3), Seeded.root(0)
     plain, filled = (
-        list(LocalEngine(population, torch.device("cpu"), True, 16, False, sizes).map_clients(job, ids, rng))
+        list(LocalEngine(population, torch.device("cpu"), True, 16, "plain", sizes).map_clients(job, ids, rng))
         for sizes in ((), (2, 8))
     )
     assert [len(block.bounded.value) for block in filled] == [3]

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from fedblur.client import How
 from fedblur.data.population import Population
 from fedblur.engines.local import EngineName, LocalEngine
 from fedblur.engines.memory import keep_freed_memory
@@ -23,6 +24,7 @@ KINDS: tuple[Kind, Kind] = ("vectorised", "sequential")
 _CPU_BYTES = 512 * 2**20  # weights, gradients and temporaries of a block on a CPU
 _CPU_BLOCK = 256  # clients: more of them share little more overhead, and fall out of the caches
 _TRACED = 1000  # steps of a run on a CPU from which tracing one, which takes about 0.2 s, pays for itself
+_RECORDED = 200  # steps of a run on a GPU from which a CUDA graph of a round's steps pays for itself
 _COMPILED = 2000  # steps of a run on a GPU: compiling takes half a minute
 
 
@@ -54,15 +56,22 @@ def choose_engine(
     kind = rule(module, device) if name == "auto" else name
     vectorise = kind == "vectorised"
     if device.type == "cuda":
-        compiled = vectorise and steps >= _COMPILED
+        how = _on_gpu(steps) if vectorise else "plain"
         block = _gpu_block(dimension, device)
-        sizes = block_sizes(block, cohort) if compiled else ()
-        return LocalEngine(population.to(device), device, vectorise, block, compiled, sizes)
+        sizes = () if how == "plain" else block_sizes(block, cohort)
+        return LocalEngine(population.to(device), device, vectorise, block, how, sizes)
     keep_freed_memory()
     copies = max(1, _CPU_BYTES // (dimension * 4 * 8))  # 8: Δ, θ, gradients, ...
     if not vectorise:
         return WorkerEngine(population, min(16, copies))
-    return LocalEngine(population.to(device), device, vectorise, min(_CPU_BLOCK, copies), traced=steps >= _TRACED)
+    how = "traced" if steps >= _TRACED else "plain"
+    return LocalEngine(population.to(device), device, vectorise, min(_CPU_BLOCK, copies), how)
+
+
+def _on_gpu(steps: int) -> How:
+    if steps >= _COMPILED:
+        return "compiled"
+    return "recorded" if steps >= _RECORDED else "plain"
 
 
 def _gpu_block(dimension: int, device: torch.device) -> int:

@@ -1,7 +1,7 @@
 """One device: a block of clients at once under `vmap`, or one client after another in the calling thread.
 
 Blocks are as large as memory allows: when it runs out, the block is halved and the work goes on. Where code is
-compiled or traced, a block is filled up with empty clients, so that the code meets few different sizes.
+compiled, recorded or traced, a block is filled up with empty clients, so that the code meets few different sizes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from fedblur.batches import plan_work
 from fedblur.capturing import forget_recordings
-from fedblur.client import Block, ClientJob, train_block
+from fedblur.client import Block, ClientJob, How, train_block
 from fedblur.clipping import Bounded
 from fedblur.data.population import Population, Shard
 from fedblur.errors import ModelError
@@ -36,22 +36,20 @@ class LocalEngine:
         device: torch.device,
         vectorise: bool,
         block_size: int,
-        compiled: bool = False,
+        how: How = "plain",
         sizes: tuple[int, ...] = (),
-        traced: bool = False,
     ) -> None:
         self.population = population
         self.device = device
         self.vectorise = vectorise
         self.block_size = block_size
-        self.compiled = compiled
+        self.how = how
         self.sizes = sizes
-        self.traced = traced
 
     def __repr__(self) -> str:
-        how = "vectorised" if self.vectorise else "sequential"
-        made = ", compiled" if self.compiled else ", traced" if self.traced else ""
-        return f"{how}{made}, blocks of up to {self.block_size} clients on {self.device}"
+        kind = "vectorised" if self.vectorise else "sequential"
+        made = "" if self.how == "plain" else f", {self.how}"
+        return f"{kind}{made}, blocks of up to {self.block_size} clients on {self.device}"
 
     def map_clients(self, job: ClientJob, ids: Tensor, rng: Rng) -> Iterator[Block]:
         if not len(ids):
@@ -90,11 +88,11 @@ class LocalEngine:
         part = Shard(shard.x, shard.y, pad(shard.starts[chosen], (0, fill)), pad(shard.sizes[chosen], (0, fill)))
         names = pad(ids[chosen], (0, fill), value=-1)
         work = plan_work(part, names, job.local.steps, job.local.batch_size, rng, self.device)
-        block = train_block(job, part, work, self.vectorise, self.compiled, self.traced)
+        block = train_block(job, part, work, self.vectorise, self.how)
         return _first(block, len(chosen)) if fill else block
 
     def _filled(self, clients: int) -> int:
-        if self.traced:
+        if self.how == "traced":
             return clients + -clients % _grain(clients)
         return next((size for size in self.sizes if size >= clients), clients)
 
