@@ -7,7 +7,7 @@ import torch
 
 from fedblur.config import LocalTraining
 from fedblur.engines import LocalEngine, local
-from fedblur.engines.choice import block_sizes
+from fedblur.engines.choice import block_sizes, even_blocks
 from fedblur.errors import ModelError
 from fedblur.rng import Seeded
 from tests.worlds import SmallCnn, job_for, packed
@@ -22,6 +22,13 @@ def test_blocks__filling_up_changes_no_update() -> None:
     )
     assert [len(block.bounded.value) for block in filled] == [3]
     torch.testing.assert_close(filled[0].bounded.value, plain[0].bounded.value)
+
+
+@pytest.mark.parametrize(
+    ("largest", "cohort", "block"), [(182, 300.0, 160), (182, 136.0, 182), (182, 170.0, 96), (7, 0.0, 7), (3, 100.0, 3)]
+)
+def test_even_blocks__share_a_cohort_out_within_memory(largest: int, cohort: float, block: int) -> None:
+    assert even_blocks(largest, cohort) == block
 
 
 def test_block_sizes__cover_nearly_all_poisson_cohorts_with_two() -> None:

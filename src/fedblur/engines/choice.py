@@ -57,7 +57,7 @@ def choose_engine(
     vectorise = kind == "vectorised"
     if device.type == "cuda":
         how = _on_gpu(steps) if vectorise else "plain"
-        block = _gpu_block(dimension, device)
+        block = even_blocks(_gpu_block(dimension, device), cohort)
         sizes = () if how == "plain" else block_sizes(block, cohort)
         return LocalEngine(population.to(device), device, vectorise, block, how, sizes)
     keep_freed_memory()
@@ -78,6 +78,12 @@ def _gpu_block(dimension: int, device: torch.device) -> int:
     """A first guess from free memory, at 12 copies of the weights; running out halves it."""
     free, _ = torch.cuda.mem_get_info(device)
     return max(1, min(2048, int(0.7 * free) // (dimension * 4 * 12)))
+
+
+def even_blocks(largest: int, cohort: float) -> int:
+    """The size of a block where a cohort needs several: alike, or the last would be mostly empty clients."""
+    usual = cohort + math.sqrt(cohort)
+    return largest if usual <= largest else min(largest, 8 * math.ceil(usual / math.ceil(usual / largest) / 8))
 
 
 def block_sizes(block: int, cohort: float) -> tuple[int, ...]:
