@@ -1,8 +1,8 @@
 """Times tiles of the dense update's kernel, then a round with and without it: where `triton_dense`'s constants are.
 
-    python benchmarks/tune_dense.py [--models cnn] [--repeats 15] [--quick]
+    python benchmarks/tune_dense.py [--models cnn] [--repeats 15] [--quick] [--ways compiled pfl loop]
 
-`--quick` leaves the search out.
+`--quick` leaves the search out; `--ways` are those of `gpu.py` that are timed beside the kernel.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["cnn"], choices=[*gpu.TASKS])
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--ways", nargs="+", default=["compiled"])
     options = parser.parse_args()
     if not options.quick:
         search()
@@ -71,7 +72,7 @@ def main() -> None:
             compiling.fuse_updates = fuse_updates if fused else lambda graph: 0
             client._compiled_steps.cache_clear()
             client.many_clients.cache_clear()
-            gpu.measure(key, ["compiled"], options.repeats, profile=True)
+            gpu.measure(key, options.ways if fused else ["compiled"], options.repeats, profile=True)
 
 
 if __name__ == "__main__":
