@@ -1,6 +1,6 @@
 """One round on a GPU, several ways: time per step and round, TFLOP/s, share of the memory floor, agreement of the sums.
 
-    python benchmarks/gpu.py [--models cnn cnn_a gn_cnn resnet18] [--ways loop pfl half recorded compiled] [--json FILE]
+    python benchmarks/gpu.py [--models cnn cnn_a gn_cnn resnet18] [--ways loop pfl half compiled] [--json FILE]
 
 `pfl` needs that package (`peers/pfl.txt`) on the path. Data are random images of the right shape, resident on the
 device; one client's work is 30 steps of batch 64 (ResNet-18: batch 50), with BLUR and LUS on. `loop` is an ordinary
@@ -71,8 +71,8 @@ TASKS = {
     "resnet18_users": Task("ResNet-18, 160 clients of 10 images", "resnet18", (3, 32, 32), 10, 160, 10),
     "resnet18_blocks": Task("ResNet-18, blocks of 34", "resnet18", (3, 32, 32), 10, 136, 64, block=34),
 }
-HOW: dict[str, How] = {"recorded": "recorded", "compiled": "compiled", "compiled-fp32": "compiled"}  # others: plain
-HALF = ("half", "recorded", "compiled")  # bf16
+HOW: dict[str, How] = {"compiled": "compiled", "compiled-fp32": "compiled"}  # others: plain
+HALF = ("half", "compiled")  # bf16
 METHODS: tuple[Method, ...] = (Blur(0.4), Lus(0.7))
 
 

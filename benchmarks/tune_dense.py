@@ -21,8 +21,8 @@ from fedblur import client, compiling
 from fedblur.kernels import dense_ops, triton_dense
 from fedblur.kernels.updating import fuse_updates
 
-_SHAPES = [([64, 64], 4), ([128, 64], 8), ([64, 128], 8), ([32, 128], 4), ([64, 64], 8), ([128, 32], 4)]  # tile, warps
-_LOOPS = [(17, 3), (34, 3), (68, 3), (136, 3), (34, 4), (136, 4), (17, 2), (9, 3)]  # clients to a program, loads ahead
+_SHAPES = [([64, 128], 8), ([128, 64], 8), ([64, 64], 4), ([32, 128], 4), ([64, 128], 4), ([32, 256], 8)]  # tile, warps
+_LOOPS = [(1, 3), (2, 3), (4, 3), (8, 3), (16, 3), (1, 4), (1, 2)]  # programs to a multiprocessor, loads ahead
 
 
 def search() -> None:
@@ -32,12 +32,12 @@ def search() -> None:
     x = torch.randn(clients, batch, inputs, device="cuda").bfloat16()
     delta, start = torch.randn(clients, outputs, inputs).cuda(), torch.randn(outputs, inputs).cuda()
     decay = torch.rand(clients, device="cuda")
-    best = math.inf, dense_ops.TILE, (triton_dense.GROUP, triton_dense.STAGES, triton_dense.WARPS)
-    for (tile, warps), (group, stages) in itertools.product(_SHAPES, _LOOPS):
-        _set(group, stages, warps)
+    best = math.inf, dense_ops.TILE, (triton_dense.PROGRAMS, triton_dense.STAGES, triton_dense.WARPS)
+    for (tile, warps), (programs, stages) in itertools.product(_SHAPES, _LOOPS):
+        _set(programs, stages, warps)
         took = _milliseconds(lambda tile=tile: triton_dense.update(slope, x, delta, decay, start, tile))
-        print(f"tile {tile}, {group} clients, {stages} stages, {warps} warps: {took:.3f} ms", flush=True)
-        best = min(best, (took, tile, (group, stages, warps)))
+        print(f"tile {tile}, {programs} programs each, {stages} stages, {warps} warps: {took:.3f} ms", flush=True)
+        best = min(best, (took, tile, (programs, stages, warps)))
     dense_ops.TILE[:] = best[1]
     _set(*best[2])
     product = torch.empty(clients, outputs, inputs, device="cuda", dtype=torch.bfloat16)
@@ -45,8 +45,8 @@ def search() -> None:
     print(f"best: {best}; the product alone: {alone:.3f} ms", flush=True)
 
 
-def _set(group: int, stages: int, warps: int) -> None:
-    triton_dense.GROUP, triton_dense.STAGES, triton_dense.WARPS = group, stages, warps
+def _set(programs: int, stages: int, warps: int) -> None:
+    triton_dense.PROGRAMS, triton_dense.STAGES, triton_dense.WARPS = programs, stages, warps
 
 
 def _milliseconds(run: Callable[[], Any]) -> float:

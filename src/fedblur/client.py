@@ -157,9 +157,9 @@ class LocalProgram:
         return cast(Params, gradient)
 
 
-# How a block's steps are run: operator by operator; traced, the same bits with
-# less between the operators; recorded, the same operators as one CUDA graph; compiled, a few fused kernels, recorded.
-How = Literal["plain", "traced", "recorded", "compiled"]
+# How a block's steps are run: operator by operator; traced, the same bits with less between the operators; compiled, a
+# few fused kernels, recorded as one CUDA graph.
+How = Literal["plain", "traced", "compiled"]
 
 
 class Steps(NamedTuple):
@@ -186,8 +186,7 @@ def many_clients(program: LocalProgram, how: How = "plain") -> Steps:
     step, score = batched_step(program), _batched_score(program)
     if how == "traced":
         step, score = Traced(step, given=(1, 2)), Traced(score)  # Δ and velocity: `run_steps` alone holds them
-    train = partial(run_steps, step, program.local)
-    return Steps(_recorded(train) if how == "recorded" else train, score, shape)
+    return Steps(partial(run_steps, step, program.local), score, shape)
 
 
 def batched_step(program: LocalProgram) -> Callable[..., tuple[Params, Params]]:
@@ -198,11 +197,8 @@ def batched_step(program: LocalProgram) -> Callable[..., tuple[Params, Params]]:
 def _compiled_steps(program: LocalProgram) -> Callable[..., Params]:
     """Of all programs whose steps are the same: LUS, for one, does not touch them."""
     step = Compiled(batched_step(program), state=(1, 2), invariant=(0, 3))  # Δ and velocity; w and S stay
-    return _recorded(partial(run_steps, step, program.local))
-
-
-def _recorded(train: Callable[..., Params]) -> Callable[..., Params]:
-    return Captured(train, resident=(2, 3)) if capturing_enabled() else train  # samples are read where they lie
+    train = partial(run_steps, step, program.local)
+    return Captured(train, resident=(2, 3)) if capturing_enabled() else train
 
 
 @lru_cache(maxsize=8)

@@ -24,7 +24,6 @@ KINDS: tuple[Kind, Kind] = ("vectorised", "sequential")
 _CPU_BYTES = 512 * 2**20  # weights, gradients and temporaries of a block on a CPU
 _CPU_BLOCK = 256  # clients: more of them share little more overhead, and fall out of the caches
 _TRACED = 1000  # steps of a run on a CPU from which tracing one, which takes about 0.2 s, pays for itself
-_RECORDED = 200  # steps of a run on a GPU from which a CUDA graph of a round's steps pays for itself
 _COMPILED = 2000  # steps of a run on a GPU: compiling takes half a minute
 
 
@@ -56,22 +55,16 @@ def choose_engine(
     kind = rule(module, device) if name == "auto" else name
     vectorise = kind == "vectorised"
     if device.type == "cuda":
-        how = _on_gpu(steps) if vectorise else "plain"
+        compiled = vectorise and steps >= _COMPILED
         block = even_blocks(_gpu_block(dimension, device), cohort)
-        sizes = () if how == "plain" else block_sizes(block, cohort)
-        return LocalEngine(population.to(device), device, vectorise, block, how, sizes)
+        sizes = block_sizes(block, cohort) if compiled else ()
+        return LocalEngine(population.to(device), device, vectorise, block, "compiled" if compiled else "plain", sizes)
     keep_freed_memory()
     copies = max(1, _CPU_BYTES // (dimension * 4 * 8))  # 8: Δ, θ, gradients, ...
     if not vectorise:
         return WorkerEngine(population, min(16, copies))
-    how = "traced" if steps >= _TRACED else "plain"
+    how: How = "traced" if steps >= _TRACED else "plain"
     return LocalEngine(population.to(device), device, vectorise, min(_CPU_BLOCK, copies), how)
-
-
-def _on_gpu(steps: int) -> How:
-    if steps >= _COMPILED:
-        return "compiled"
-    return "recorded" if steps >= _RECORDED else "plain"
 
 
 def _gpu_block(dimension: int, device: torch.device) -> int:

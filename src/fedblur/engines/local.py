@@ -1,7 +1,7 @@
 """One device: a block of clients at once under `vmap`, or one client after another in the calling thread.
 
 Blocks are as large as memory allows: when it runs out, the block is halved and the work goes on. Where code is
-compiled, recorded or traced, a block is filled up with empty clients, so that the code meets few different sizes.
+compiled or traced, a block is filled up with empty clients, so that the code meets few different sizes.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from fedblur.kernels.conv_ops import Ints, uses_kernels
 
 MOST_SAMPLES = 128  # of a batch: the kernel holds a tile's slopes of all of them at once
-TILE = [64, 64]  # outputs and inputs that a program takes at once
+TILE = [64, 128]  # outputs and inputs that a program takes at once
 
 
 @torch.library.custom_op("fedblur::client_dense_update", mutates_args=())

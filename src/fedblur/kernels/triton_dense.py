@@ -12,19 +12,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-GROUP, STAGES, WARPS = 17, 3, 4  # clients to a program, loads ahead, warps: benchmarks/tune_dense.py times others
+PROGRAMS, STAGES, WARPS = 1, 3, 8  # programs to a multiprocessor, loads ahead: benchmarks/tune_dense.py times others
 
 
 @triton.jit
 def _update_kernel(
     slope, x, delta, decay, start, new, half, parts,
-    clients, outputs, inputs, slope_client, slope_row, slope_sample,
-    SAMPLES: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    GROUP: tl.constexpr, STAGES: tl.constexpr,
+    clients, outputs, inputs, slope_client, slope_row, slope_sample, each,
+    SAMPLES: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """new = (1 − decay)·delta + slope·x, half = start + new in bf16, parts[client, tile] = Σ new².
 
-    A program takes one tile of several clients: the start, the same for all, is then read once. Otherwise that is a
+    A program takes one tile of `each` clients: the start, the same for all, is then read once. Otherwise that is a
     third of what the caches deliver, and they are what bounds this kernel.
     """
     tile, band, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -32,8 +31,8 @@ def _update_kernel(
     sample = tl.arange(0, BATCH)
     at, inside = row[:, None] * inputs + column[None, :], (row < outputs)[:, None] & (column < inputs)[None, :]
     base = tl.load(start + at, mask=inside, other=0.0)
-    for i in tl.range(0, tl.minimum(GROUP, clients - group * GROUP), num_stages=STAGES):
-        client = group.to(tl.int64) * GROUP + i
+    for i in tl.range(0, tl.minimum(each, clients - group * each), num_stages=STAGES):
+        client = group.to(tl.int64) * each + i
         weights = client * outputs * inputs
         update = tl.load(delta + weights + at, mask=inside, other=0.0)
         gradient = tl.load(
@@ -60,10 +59,17 @@ def update(
     x, delta, start = x.contiguous(), delta.contiguous(), start.contiguous()
     new, half = torch.empty_like(delta), torch.empty_like(delta, dtype=torch.bfloat16)
     parts = delta.new_empty(clients, triton.cdiv(outputs, tile[0]), triton.cdiv(inputs, tile[1]))
-    grid = (parts.shape[2], parts.shape[1], triton.cdiv(clients, GROUP))
+    each = _clients_each(delta, parts[0].numel())
+    grid = (parts.shape[2], parts.shape[1], triton.cdiv(clients, each))
     _update_kernel[grid](
-        slope, x, delta, decay, start, new, half, parts, clients, outputs, inputs, *slope.stride(),
+        slope, x, delta, decay, start, new, half, parts, clients, outputs, inputs, *slope.stride(), each,
         SAMPLES=samples, BATCH=max(16, triton.next_power_of_2(samples)), ROWS=tile[0], COLUMNS=tile[1],
-        GROUP=GROUP, STAGES=STAGES, num_warps=WARPS,
+        STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
     return new, half, parts
+
+
+def _clients_each(delta: Tensor, tiles: int) -> int:
+    """How many clients a program takes: as many as leave each multiprocessor its programs."""
+    programs = PROGRAMS * torch.cuda.get_device_properties(delta.device).multi_processor_count
+    return triton.cdiv(len(delta), max(1, round(programs / tiles)))
