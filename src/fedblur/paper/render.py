@@ -5,6 +5,7 @@ The template is Jinja; the names below are all that it knows. A name that does n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +108,7 @@ def names(document: Document, plots: Mapping[str, Drawing]) -> dict[str, Any]:
         "value": lambda name, key: number(value(document, name, key)),
         "forecast": lambda name, label, axes: ahead(document, name, label, axes),
         "shrink": shrink,
+        "inf": math.inf,  # an ε
         "stale": lambda: stale(document),
         "listed": listed,
         "minutes": minutes,
