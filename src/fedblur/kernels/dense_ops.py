@@ -9,7 +9,9 @@ from torch.nn.functional import pad
 from fedblur.kernels.conv_ops import Ints, uses_kernels
 
 MOST_SAMPLES = 128  # of a batch: the kernel holds a tile's slopes of all of them at once
+_LEAST_MEMORY = 99 * 2**10  # bytes that a program may have on a GPU that does not say
 TILE = [64, 128]  # outputs and inputs that a program takes at once
+STAGES = 3  # clients whose loads a program has under way
 
 
 @torch.library.custom_op("fedblur::client_dense_update", mutates_args=())
@@ -31,6 +33,20 @@ def client_dense_update(
     over = bands * tile[0] - delta.shape[1], tiles * tile[1] - delta.shape[2]
     squares = pad(new.square(), (0, over[1], 0, over[0])).view(-1, bands, tile[0], tiles, tile[1])
     return new, (start + new).bfloat16(), squares.sum((2, 4))
+
+
+def fits(samples: int, device: torch.device) -> bool:
+    """Whether the kernel can take batches of this size; smaller GPUs hold fewer of the loads that it has under way."""
+    if samples > MOST_SAMPLES or device.type != "cuda":
+        return samples <= MOST_SAMPLES
+    properties = torch.cuda.get_device_properties(device)
+    has = getattr(properties, "shared_memory_per_block_optin", _LEAST_MEMORY)  # torch 2.6 may not tell
+    return STAGES * 2 * padded(samples) * sum(TILE) <= has  # slopes and samples, in bf16
+
+
+def padded(samples: int) -> int:
+    """A product's inner dimension is a power of two, and at least 16."""
+    return max(16, 1 << (samples - 1).bit_length())
 
 
 def _counts(delta: Tensor, tile: Ints) -> tuple[int, int]:

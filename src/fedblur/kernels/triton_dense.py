@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS, STAGES, WARPS = 1, 3, 8  # programs to a multiprocessor, loads ahead: benchmarks/tune_dense.py times others
+from fedblur.kernels import dense_ops
+
+PROGRAMS, WARPS = 1, 8  # programs to a multiprocessor, warps to a program: benchmarks/tune_dense.py times others
 
 
 @triton.jit
@@ -63,8 +65,8 @@ def update(
     grid = (parts.shape[2], parts.shape[1], triton.cdiv(clients, each))
     _update_kernel[grid](
         slope, x, delta, decay, start, new, half, parts, clients, outputs, inputs, *slope.stride(), each,
-        SAMPLES=samples, BATCH=max(16, triton.next_power_of_2(samples)), ROWS=tile[0], COLUMNS=tile[1],
-        STAGES=STAGES, num_warps=WARPS,
+        SAMPLES=samples, BATCH=dense_ops.padded(samples), ROWS=tile[0], COLUMNS=tile[1],
+        STAGES=dense_ops.STAGES, num_warps=WARPS,
     )  # fmt: skip
     return new, half, parts
 

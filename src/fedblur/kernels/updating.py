@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch.fx import Graph, Node
 
-from fedblur.kernels.dense_ops import MOST_SAMPLES, TILE
+from fedblur.kernels.dense_ops import TILE, fits
 
 _aten = torch.ops.aten
 _LARGE = 2**16  # weights of a layer; smaller ones are not where the memory goes
@@ -94,8 +94,8 @@ def _sum(node: Any) -> Update | None:
     value, slope = product.meta["val"], _arguments(product)[0].meta["val"]
     if value.shape != gradient.meta["val"].shape or value.dtype != torch.bfloat16:
         return None
-    fits = value[0].numel() >= _LARGE and slope.shape[2] <= MOST_SAMPLES
-    return Update(node, product, delta) if fits else None
+    taken = value[0].numel() >= _LARGE and fits(slope.shape[2], value.device)
+    return Update(node, product, delta) if taken else None
 
 
 def _next_weight(node: Node) -> Weight | None:
