@@ -108,8 +108,8 @@ def _library() -> Any:
 
 def _reach(hub_name: str) -> None:
     """Fail at once when the network is away; the library itself would retry for half a minute."""
-    hub = importlib.import_module("huggingface_hub")
-    if not hub.constants.HF_HUB_OFFLINE:  # offline by the user's wish: the library looks in its own cache
+    hub, constants = (importlib.import_module(f"huggingface_hub{part}") for part in ("", ".constants"))
+    if not constants.HF_HUB_OFFLINE:  # offline by the user's wish: the library looks in its own cache
         hub.HfApi().dataset_info(hub_name, timeout=10)
 
 
