@@ -44,7 +44,8 @@ class Point:
 
 
 def round_seconds(population: int, cohort: int, steps: int, rounds: int) -> Point:
-    """The fastest of `rounds` rounds after two to warm up."""
+    """The fastest of `rounds` rounds after some to warm up: a step is traced after 128 calls at most."""
+    warm = 2 + 128 // steps
     config = Config(
         dataset={"name": "synthetic", "min_samples": 50, "max_samples": 50, "held_out_clients": 1},
         clients=population,
@@ -63,12 +64,12 @@ def round_seconds(population: int, cohort: int, steps: int, rounds: int) -> Poin
         protocol, clock, cpu = setup.protocol, [], []
         state = protocol.server.init(setup.initial)
         with suitable_threads(setup.initial.device, protocol.layout.total):
-            for number in range(rounds + 2):
+            for number in range(warm + rounds):
                 began, began_cpu = time.perf_counter(), time.process_time()
                 state = run_round(protocol, state, setup.rng.child("round", number + 1)).state
                 clock.append(time.perf_counter() - began)
                 cpu.append(time.process_time() - began_cpu)
-    return Point(population, cohort, steps, min(clock[2:]), min(cpu[2:]))
+    return Point(population, cohort, steps, min(clock[warm:]), min(cpu[warm:]))
 
 
 def measure(rounds: int) -> dict[str, list[Point]]:
