@@ -30,7 +30,7 @@ from fedblur.errors import FedBlurError, ModelError
 from fedblur.rng import Seeded
 from fedblur.threads import usable_cores
 
-_FORMAT = 2  # part of the key: engines that became faster are timed anew
+_FORMAT = 3  # part of the key: engines that became faster, or are timed in another way, are timed anew
 _FEWEST = 5_000  # client steps of a run; below, not even one step is timed
 _WORTH = 10.0  # seconds of estimated training; below, the rule decides
 _BUDGET = 1.0  # seconds for either way, after a warm-up
