@@ -185,3 +185,16 @@ def test_order__what_is_not_set_then_numbers_by_size_then_words() -> None:
     points = [["linear", 2], ["cosine", 10], [None, 3], [8, 1], [0.5, math.inf], ["cosine", 9]]
     ordered = sorted(points, key=in_order)
     assert ordered == [[None, 3], [0.5, math.inf], [8, 1], ["cosine", 9], ["cosine", 10], ["linear", 2]]
+
+
+def test_figure__tells_other_noise_apart_from_dp_fedavg_s(tmp_path: Path) -> None:
+    from fedblur.paper.document import read_document
+    from fedblur.paper.figures import _signal_series
+
+    folder = copy_of(CHENG, tmp_path / "papers")
+    invent(folder, lambda cell: {"DDGauss": 0.2, "DP-FedAvg": 0.5}.get(cell.label) if cell.table == "table2" else None)
+    points = [point for found in _signal_series(read_document(folder), {}).values() for point in found]
+    assert {(accuracy, words) for _, accuracy, _, words in points} == {
+        (20.0, "DP-FedAvg, ddgauss noise"),
+        (50.0, "DP-FedAvg"),
+    }

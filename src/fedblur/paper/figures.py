@@ -124,6 +124,8 @@ def _signal_series(document: Document, plot: Plot) -> Series:
         size = f"{result['parameters'] / 1e6:.3g}M"
         label = f"{config['dataset']['name']}, {config['model']['name']} ({size})"
         methods = " + ".join(method["name"].upper() for method in config["method"]) or "DP-FedAvg"
+        if config["mechanism"]["name"] != "gaussian":
+            methods += f", {config['mechanism']['name']} noise"
         point = [float(ratio), round(100 * float(result["accuracy"]), 3), printed, methods]
         found.setdefault(label, []).append(point)
     return dict(sorted(found.items()))
