@@ -27,10 +27,11 @@ from fedblur.data.population import Packed
 from fedblur.engines.choice import KINDS, Choice, Kind, choose_engine, rule
 from fedblur.engines.local import suitable_threads
 from fedblur.errors import FedBlurError, ModelError
+from fedblur.kernels import native
 from fedblur.rng import Seeded
 from fedblur.threads import usable_cores
 
-_FORMAT = 3  # part of the key: engines that became faster, or are timed in another way, are timed anew
+_FORMAT = 4  # part of the key: engines that became faster, or are timed in another way, are timed anew
 _FEWEST = 5_000  # client steps of a run; below, not even one step is timed
 _WORTH = 10.0  # seconds of estimated training; below, the rule decides
 _BUDGET = 1.0  # seconds for either way, after a warm-up
@@ -134,7 +135,7 @@ def _path(work: Work, device: torch.device) -> Path | None:
     about = (
         _FORMAT, torch.__version__, platform.machine(), _machine(device), usable_cores(), repr(work.module),
         job.layout.shapes, job.local.batch_size, job.methods, job.message.bounding, getattr(job.forward, "half", False),
-        work.shape, int(work.cohort).bit_length(),
+        work.shape, int(work.cohort).bit_length(), native.wanted(),
     )  # fmt: skip
     key = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
     return None if folder is None else folder / f"engine-{key}.json"

@@ -2,8 +2,9 @@
 
 A convolution's bias gets its gradient from a sum of its own (inside oneDNN's kernel for the weights it takes several
 times as long). Large dense layers go to oneDNN (on an AMD CPU 15 to 30 % faster than MKL). The gradient of flattened
-features goes back channels_last: a ReLU or a pool whose values lie otherwise takes several times as long. Values agree
-with those of torch's layers to float tolerance; what is not covered is torch's own.
+features goes back channels_last: a ReLU or a pool whose values lie otherwise takes several times as long. A pool behind
+a convolution has gradients of its own (`pooled`). Values agree with those of torch's layers to float tolerance; what is
+not covered is torch's own.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from fedblur.kernels.convolution import Conv2d, Pair, pair
+from fedblur.kernels.pooled import max_pool, note_convolution, note_relu
 
 _aten = torch.ops.aten
 _CONVOLUTIONS = {F.conv2d, torch.conv2d}
+_RELUS = {F.relu, torch.relu, Tensor.relu}
+_POOLS = {F.max_pool2d, torch.max_pool2d}
 _FLATTENINGS = {torch.flatten, torch.Tensor.flatten}
 _LARGE = 2**16  # weights of a dense layer; smaller ones take no time that could be saved
 
@@ -38,20 +42,20 @@ class SingleClientLayers(TorchFunctionMode):
             return _dense(*args, **kwargs)
         if func in _FLATTENINGS:
             return _flat(func, *args, **kwargs)
-        return func(*args, **kwargs)
+        if func in _RELUS:
+            return note_relu(args[0] if args else kwargs["input"], func(*args, **kwargs))
+        pooled = max_pool(*args, **kwargs) if func in _POOLS else None
+        return func(*args, **kwargs) if pooled is None else pooled
 
 
 def _convolution(call: Conv2d) -> Tensor:
-    if (
-        call.bias is None
-        or call.input.dim() != 4
-        or isinstance(call.padding, str)
-        or not _plain(call.input, call.weight, call.bias)
-    ):
+    if call.input.dim() != 4 or isinstance(call.padding, str) or not _plain(call.input, call.weight):
         return call.plainly()
+    if call.bias is None:
+        return note_convolution(call, call.plainly())
     spec = map(pair, (call.stride, call.padding, call.dilation))
     output: Tensor = _Convolution.apply(*call[:3], *spec, call.groups)
-    return output
+    return note_convolution(call, output)
 
 
 def _dense(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
