@@ -1,4 +1,4 @@
-"""A convolution's gradients through a 2x2 max-pool on one core: our kernel (`kernels/pooled.c`) and torch's own, in turn.
+"""A convolution's gradients through a 2x2 max-pool on one core: our kernel (`kernels/pooled.c`) and torch's, in turn.
 
     PYTHONPATH=src python benchmarks/pooled.py [--repeats 15]
 

@@ -23,6 +23,7 @@ GUARDED = {
     ("chain.py", "fcntl"): "try: import; Windows does without the lock, and a broken chain is refused",
     ("locking.py", "fcntl"): "try: import; without it a folder is for one command at a time, as the user keeps to it",
     ("memory.py", "CDLL"): "sys.platform",
+    ("native.py", "CDLL"): "sys.platform and platform.machine; elsewhere torch's own layers",
     ("timing.py", "/proc/cpuinfo"): "suppressed where it is not there",
     ("threads.py", "sched_getaffinity"): "hasattr, else os.cpu_count",
 }

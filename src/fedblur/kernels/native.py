@@ -60,7 +60,7 @@ def _compiler() -> list[str] | None:
 
 def _target(compiler: list[str]) -> bytes:
     """What the compiler says of itself and of this CPU: a cache that machines share must not mix them up."""
-    command = [*compiler, "-march=native", "-dM", "-E", "-x", "c", "/dev/null"]
+    command = [*compiler, "-march=native", "-dM", "-E", "-x", "c", os.devnull]
     return subprocess.run(command, capture_output=True, check=True, timeout=_SECONDS).stdout
 
 

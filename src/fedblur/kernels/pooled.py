@@ -98,7 +98,7 @@ def _covers(call: Conv2d, output: Tensor) -> bool:
 class Kernels:
     """The functions of pooled.c, on tensors that are channels last."""
 
-    def __init__(self, compiled: ctypes.CDLL) -> None:
+    def __init__(self, compiled: Any) -> None:
         self.compiled = compiled
 
     def pool(self, y: Tensor) -> tuple[Tensor, Tensor]:
