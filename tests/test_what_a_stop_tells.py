@@ -110,7 +110,7 @@ def test_table__counts_what_cells_that_have_not_ended_have_spent(tmp_path: Path)
 
 def test_audit__a_control_has_no_noise_and_its_ledger_says_so(tmp_path: Path) -> None:
     small = {"rounds": 2, "clients": 30, "epsilon": 4.0, "sample_rate": 0.5, "local": {"steps": 1}}
-    found = audit(from_dict(small), tmp_path, canaries=20, held_out=20, remove_noise=True)
+    found = audit(from_dict(small), tmp_path, canaries=100, held_out=100, remove_noise=True)
     books = read_books(tmp_path / "ledger.jsonl")
     assert len(books.spends) == 2
     assert books.epsilon("pld") == books.budget.epsilon == math.inf

@@ -86,11 +86,11 @@ def test_real_clients__are_not_touched_by_canaries() -> None:
     ids=str,
 )
 def test_audit__runs_on_whatever_is_registered(tmp_path: Path, changes: dict[str, object]) -> None:
-    found = audit(from_dict({**SMALL, **changes, "seed": 0}), tmp_path, canaries=20, held_out=20)
+    found = audit(from_dict({**SMALL, **changes, "seed": 0}), tmp_path, canaries=100, held_out=100)
     facts = found.facts()
     assert facts["clients"] == 30
-    assert "50 clients" in facts["sampling"]  # canaries count
-    assert facts["delta"] == pytest.approx(1 / 50)
+    assert "130 clients" in facts["sampling"]  # canaries count
+    assert facts["delta"] == pytest.approx(1 / 130)
     assert found.claimed == pytest.approx(4.0, rel=0.01)
     assert {attack.name for attack in found.attacks} == {"final model", "all iterates"}
     assert all(np.isfinite(attack.seen).all() for attack in found.attacks)
@@ -99,7 +99,7 @@ def test_audit__runs_on_whatever_is_registered(tmp_path: Path, changes: dict[str
 
 def test_audit__spends_epsilon_in_a_ledger_of_its_own(tmp_path: Path) -> None:
     for name in ("ledger.jsonl", "ledger-2.jsonl"):
-        audit(from_dict(SMALL), tmp_path, canaries=20, held_out=20)
+        audit(from_dict(SMALL), tmp_path, canaries=100, held_out=100)
         assert len((tmp_path / name).read_text().splitlines()) == 3
 
 
@@ -114,5 +114,5 @@ def test_audit__refuses_what_it_cannot_attack(tmp_path: Path, changes: dict[str,
     table = {key: value for key, value in {**SMALL, **changes}.items() if value is not None}
     with pytest.raises(ConfigError, match=message):
         audit(from_dict(table), tmp_path)
-    with pytest.raises(ConfigError, match="canaries=5 must be at least 20"):
-        audit(from_dict(SMALL), tmp_path, canaries=5)
+    with pytest.raises(ConfigError, match="canaries=99 must be at least 100"):
+        audit(from_dict(SMALL), tmp_path, canaries=99)

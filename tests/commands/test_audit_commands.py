@@ -26,7 +26,7 @@ label = "plain"
 label = "lus"
 method = "lus"
 """
-FEW = ("--canaries", "20", "--held-out", "20", "--quiet")
+FEW = ("--canaries", "100", "--held-out", "100", "--quiet")
 
 
 def invoke(*words: object, status: int = 0) -> str:
@@ -54,8 +54,8 @@ def test_audit__a_table_gives_one_small_file_each_and_goes_on_where_it_stopped(t
 
 
 def test_audit__of_a_run_folder_uses_its_configuration_and_enters_its_statement(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    invoke("run", "--rounds", 2, "--clients", 30, "--quiet", "--out", run, "--sample-rate", 0.5)
+    run = tmp_path / "run"  # seeded: one in some hundred audits of a private run is above its claim by chance
+    invoke("run", "--rounds", 2, "--clients", 30, "--quiet", "--out", run, "--sample-rate", 0.5, "--seed", 0)
     invoke("audit", run, *FEW)
     (result,) = (run / "audit").glob("*.json")
     assert json.loads(result.read_text())["rounds"] == 2

@@ -32,8 +32,10 @@ def audit_(
         Path | None, typer.Argument(metavar="CONFIG|RUN", help="A TOML file (one run or a table), or a run folder.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Where results go (default: audits/NAME, or RUN/audit).")] = None,
-    canaries: Annotated[int, typer.Option(help="m: clients that are added to the population and counted in N.")] = 1000,
-    held_out: Annotated[int, typer.Option(help="Directions that nobody sends: the null.")] = 1000,
+    canaries: Annotated[
+        int, typer.Option(help="m: clients that are added to the population and counted in N; 100 or more.")
+    ] = 1000,
+    held_out: Annotated[int, typer.Option(help="Directions that nobody sends: the null; 100 or more.")] = 1000,
     control: Annotated[
         bool, typer.Option(help="Also one run of each row without its noise: it must be found.")
     ] = False,
