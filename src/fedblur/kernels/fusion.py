@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedblur.kernels import conv_ops, fused_ops
+from fedblur.kernels import conv_ops, fused_ops, notes
 from fedblur.kernels.convolution import ClientConv, Gradient, InputGrad, Pair, Spec, WeightGrad, lead
 
 _FUSING: ContextVar[bool] = ContextVar("fusing", default=False)
-_NOTE = "_fedblur_origin"
 
 
 @dataclass(frozen=True)
@@ -53,16 +52,12 @@ def fusing() -> Iterator[None]:
         _FUSING.reset(token)
 
 
-def note(tensor: Tensor, origin: Origin) -> Tensor:
-    if _FUSING.get():
-        setattr(tensor, _NOTE, (origin, tensor._version))
-    return tensor
+def note(tensor: Tensor, origin: object) -> Tensor:
+    return notes.note(tensor, origin) if _FUSING.get() else tensor
 
 
 def origin_of(tensor: Tensor) -> Origin | None:
-    """What made this tensor; nothing once it was changed in place."""
-    origin, version = getattr(tensor, _NOTE, (None, -1))
-    return origin if tensor._version == version else None
+    return notes.origin_of(tensor, Origin)
 
 
 def convolution(x: Tensor, w: Tensor, b: Tensor | None, spec: Spec) -> Tensor:

@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from fedblur.kernels.convolution import Conv2d, Pair, pair
 from fedblur.kernels.native import library, wanted
+from fedblur.kernels.notes import note, origin_of
 
-_NOTE = "_fedblur_convolution"
 _LAST = torch.channels_last
 _LANES = 16  # values of the widest vector: rows of a patch are whole vectors
 _WINDOWS = 24  # as in pooled.c
@@ -40,15 +40,15 @@ class _Origin:
 def note_convolution(call: Conv2d, output: Tensor) -> Tensor:
     """The output, with a note of how it came about if a pool could make use of it."""
     if torch.is_grad_enabled() and wanted() and _covers(call, output):
-        setattr(output, _NOTE, (_Origin(call, output.detach(), relu=False), output._version))
+        return note(output, _Origin(call, output.detach(), relu=False))
     return output
 
 
 def note_relu(before: Tensor, after: Tensor) -> Tensor:
     """What a ReLU made of a noted output carries the note on: a pool may come before the ReLU as well."""
-    origin = _origin_of(before)
+    origin = origin_of(before, _Origin)
     if origin is not None and after is not before:
-        setattr(after, _NOTE, (_Origin(origin.call, origin.output, relu=True), after._version))
+        return note(after, _Origin(origin.call, origin.output, relu=True))
     return after
 
 
@@ -62,7 +62,7 @@ def max_pool(
     return_indices: bool = False,
 ) -> Tensor | None:
     """The pooled convolution, or None where this pool or what it pools is of another kind."""
-    origin = _origin_of(input)
+    origin = origin_of(input, _Origin)
     if origin is None or ceil_mode or return_indices:
         return None
     if (pair(kernel_size), pair(stride or 2), pair(padding), pair(dilation)) != ((2, 2), (2, 2), (0, 0), (1, 1)):
@@ -72,12 +72,6 @@ def max_pool(
         return None
     pooled: Tensor = _Pooled.apply(*origin.call[:3], origin.output, pair(origin.call.padding), kernels)
     return torch.relu(pooled) if origin.relu else pooled
-
-
-def _origin_of(tensor: Tensor) -> _Origin | None:
-    """Nothing once the tensor was changed in place."""
-    origin, version = getattr(tensor, _NOTE, (None, -1))
-    return origin if tensor._version == version else None
 
 
 def _covers(call: Conv2d, output: Tensor) -> bool:
