@@ -32,7 +32,7 @@ def search() -> None:
     x = torch.randn(clients, batch, inputs, device="cuda").bfloat16()
     delta, start = torch.randn(clients, outputs, inputs).cuda(), torch.randn(outputs, inputs).cuda()
     decay = torch.rand(clients, device="cuda")
-    best = math.inf, dense_ops.TILE, (triton_dense.PROGRAMS, dense_ops.STAGES, triton_dense.WARPS)
+    best = math.inf, dense_ops.TILE, (triton_dense.PROGRAMS, triton_dense.STAGES[0], triton_dense.WARPS)
     for (tile, warps), (programs, stages) in itertools.product(_SHAPES, _LOOPS):
         _set(programs, stages, warps)
         took = _milliseconds(lambda tile=tile: triton_dense.update(slope, x, delta, decay, start, tile))
@@ -46,7 +46,8 @@ def search() -> None:
 
 
 def _set(programs: int, stages: int, warps: int) -> None:
-    triton_dense.PROGRAMS, dense_ops.STAGES, triton_dense.WARPS = programs, stages, warps
+    triton_dense.PROGRAMS, triton_dense.STAGES, triton_dense.WARPS = programs, (stages,), warps
+    triton_dense._stages.cache_clear()
 
 
 def _milliseconds(run: Callable[[], Any]) -> float:

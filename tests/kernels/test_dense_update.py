@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from fedblur.client import LocalProgram, batched_step, local_update, many_client
 from fedblur.compiling import Compiled
 from fedblur.config import LocalTraining
 from fedblur.functional import as_function
-from fedblur.kernels.dense_ops import TILE, client_dense_update, fits
+from fedblur.kernels.dense_ops import TILE, client_dense_update
 from fedblur.kernels.updating import fuse_updates
 from fedblur.methods import Method
 from fedblur.methods.blur import Blur
@@ -100,13 +99,3 @@ def test_dense_update__steps_that_use_it_are_the_same_steps(
     assert counts == [fused]
     assert float((got.update - expected.update).norm() / expected.update.norm()) < 2e-3  # one rounding to bf16 less
     torch.testing.assert_close(got.trained_norm, expected.trained_norm, rtol=2e-3, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("samples", "large", "small"), [(1, True, True), (64, True, True), (65, True, False), (129, False, False)]
-)
-def test_dense_update__is_left_out_where_a_gpu_has_too_little_memory(samples, large, small, monkeypatch) -> None:
-    for has, expected in ((227 * 2**10, large), (99 * 2**10, small)):
-        properties = SimpleNamespace(shared_memory_per_block_optin=has)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, properties=properties: properties)
-        assert fits(samples, torch.device("cuda")) is expected

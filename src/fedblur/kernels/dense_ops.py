@@ -9,9 +9,7 @@ from torch.nn.functional import pad
 from fedblur.kernels.conv_ops import Ints, uses_kernels
 
 MOST_SAMPLES = 128  # of a batch: the kernel holds a tile's slopes of all of them at once
-_LEAST_MEMORY = 99 * 2**10  # bytes that a program may have on a GPU that does not say
 TILE = [64, 128]  # outputs and inputs that a program takes at once
-STAGES = 3  # clients whose loads a program has under way
 
 
 @torch.library.custom_op("fedblur::client_dense_update", mutates_args=())
@@ -24,7 +22,7 @@ def client_dense_update(
     start [outputs, inputs], the same for all. The tile is an argument, as it decides a result's shape and the compiler
     keeps its code by arguments.
     """
-    if uses_kernels(x):
+    if uses_kernels(x) and covers(slope, x):
         from fedblur.kernels import triton_dense
 
         return triton_dense.update(slope, x, delta, decay, start, tile)
@@ -35,13 +33,13 @@ def client_dense_update(
     return new, (start + new).bfloat16(), squares.sum((2, 4))
 
 
-def fits(samples: int, device: torch.device) -> bool:
-    """Whether the kernel can take batches of this size; smaller GPUs hold fewer of the loads that it has under way."""
-    if samples > MOST_SAMPLES or device.type != "cuda":
-        return samples <= MOST_SAMPLES
-    properties = torch.cuda.get_device_properties(device)
-    has = getattr(properties, "shared_memory_per_block_optin", _LEAST_MEMORY)  # torch 2.6 may not tell
-    return STAGES * 2 * padded(samples) * sum(TILE) <= has  # slopes and samples, in bf16
+def covers(slope: Tensor, x: Tensor) -> bool:
+    """Whether the kernel can take such a product: a batch that is not too large, and a GPU that can hold its loads."""
+    if slope.shape[2] > MOST_SAMPLES or slope.device.type != "cuda":
+        return slope.shape[2] <= MOST_SAMPLES
+    from fedblur.kernels import triton_dense
+
+    return triton_dense.stages(slope, x, TILE) is not None
 
 
 def padded(samples: int) -> int:

@@ -7,14 +7,20 @@ for ‖Δ‖; the gradient is never rounded to bf16.
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from fedblur.kernels import dense_ops
 
 PROGRAMS, WARPS = 1, 8  # programs to a multiprocessor, warps to a program: benchmarks/tune_dense.py times others
+STAGES = (3, 2, 1)  # clients whose loads a program has under way: the first that a GPU can hold
 
 
 @triton.jit
@@ -62,13 +68,40 @@ def update(
     new, half = torch.empty_like(delta), torch.empty_like(delta, dtype=torch.bfloat16)
     parts = delta.new_empty(clients, triton.cdiv(outputs, tile[0]), triton.cdiv(inputs, tile[1]))
     each = _clients_each(delta, parts[0].numel())
+    under_way = stages(slope, x, tile)
+    assert under_way is not None  # `dense_ops.covers` asks first
     grid = (parts.shape[2], parts.shape[1], triton.cdiv(clients, each))
     _update_kernel[grid](
         slope, x, delta, decay, start, new, half, parts, clients, outputs, inputs, *slope.stride(), each,
-        SAMPLES=samples, BATCH=dense_ops.padded(samples), ROWS=tile[0], COLUMNS=tile[1],
-        STAGES=dense_ops.STAGES, num_warps=WARPS,
+        **_constants(samples, tile[0], tile[1], under_way),
     )  # fmt: skip
     return new, half, parts
+
+
+def stages(slope: Tensor, x: Tensor, tile: list[int]) -> int | None:
+    """How many clients' loads a program can have under way on this GPU; None where not one fits."""
+    return _stages(slope.shape[2], slope.shape[1], x.shape[2], slope.stride(), (tile[0], tile[1]))
+
+
+@cache
+def _stages(samples: int, outputs: int, inputs: int, strides: tuple[int, ...], tile: tuple[int, int]) -> int | None:
+    """By compiling it: what the compiler needs for loads differs from GPU to GPU, and no formula of ours was right."""
+    half, full = torch.bfloat16, torch.float32
+    has = driver.active.utils.get_device_properties(driver.active.get_current_device())["max_shared_mem"]
+    for count in STAGES:
+        with suppress(Exception):  # a compiler that fails on it: Triton 3.6 does for a B200
+            kernel = _update_kernel.warmup(
+                half, half, full, full, full, full, half, full, 2, outputs, inputs, *strides, 2,
+                grid=(1, 1, 1), **_constants(samples, *tile, count),
+            )  # fmt: skip
+            if kernel.metadata.shared <= has:
+                return count
+    return None
+
+
+def _constants(samples: int, rows: int, columns: int, count: int) -> dict[str, Any]:
+    sizes = {"SAMPLES": samples, "BATCH": dense_ops.padded(samples), "ROWS": rows, "COLUMNS": columns}
+    return {**sizes, "STAGES": count, "num_warps": WARPS}
 
 
 def _clients_each(delta: Tensor, tiles: int) -> int:

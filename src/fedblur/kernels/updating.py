@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch.fx import Graph, Node
 
-from fedblur.kernels.dense_ops import TILE, fits
+from fedblur.kernels.dense_ops import TILE, covers
 
 _aten = torch.ops.aten
 _LARGE = 2**16  # weights of a layer; smaller ones are not where the memory goes
@@ -91,10 +91,10 @@ def _sum(node: Any) -> Update | None:
         product, turned = _arguments(product)[0], turned ^ (product.target in _TURNS)
     if turned or not _only(product, _aten.bmm.default):
         return None
-    value, slope = product.meta["val"], _arguments(product)[0].meta["val"]
+    value, factors = product.meta["val"], [factor.meta["val"] for factor in _arguments(product)]
     if value.shape != gradient.meta["val"].shape or value.dtype != torch.bfloat16:
         return None
-    taken = value[0].numel() >= _LARGE and fits(slope.shape[2], value.device)
+    taken = value[0].numel() >= _LARGE and covers(*factors)
     return Update(node, product, delta) if taken else None
 
 
