@@ -30,7 +30,7 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-@pytest.mark.parametrize("capability", [89, 90, *(pytest.param(c, marks=pytest.mark.long) for c in (80, 100))])
+@pytest.mark.parametrize("capability", [89, *(pytest.param(c, marks=pytest.mark.long) for c in (80, 90, 100))])
 def test_kernels__compile_and_fit_into_a_multiprocessor(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = pretend(capability, monkeypatch)
     call_convolutions()

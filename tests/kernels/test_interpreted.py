@@ -24,9 +24,18 @@ def interpreted(*parts: str) -> dict[str, Any]:
     return json.loads(ran.stdout)
 
 
-@pytest.mark.parametrize("part", ["convolutions", "pooled", "relu_and_dropout", "dense_update", "group_norm"])
-def test_kernels__agree_with_float64_in_the_interpreter(part: str) -> None:
-    assert interpreted(part)[part] < 1e-6
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ["convolutions"],
+        ["pooled"],
+        ["relu_and_dropout", "dense_update"],
+        pytest.param(["group_norm"], marks=pytest.mark.long),  # not part of the library
+    ],
+    ids=" ".join,
+)
+def test_kernels__agree_with_float64_in_the_interpreter(parts: list[str]) -> None:
+    assert max(interpreted(*parts).values()) < 1e-6
 
 
 def test_clip_l2__of_the_gpus_kernels_bounds_every_row() -> None:
