@@ -40,6 +40,7 @@ def pretend(capability: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        assert max(grid[1:], default=0) < 2**16, f"{self.fn.__name__}: a GPU takes 65,535 programs in these dimensions"
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         if not warmup:
             compiled[f"{self.fn.__module__}.{self.fn.__name__}"] = kernel

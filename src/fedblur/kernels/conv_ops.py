@@ -25,8 +25,9 @@ def last(tensor: Tensor) -> Tensor:
     return tensor.permute(0, 1, 3, 4, 2).contiguous()
 
 
-def uses_kernels(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda" and tensor.dtype == torch.bfloat16
+def uses_kernels(tensor: Tensor, g: Geometry | None = None) -> bool:
+    """Whether this tensor, and a convolution of this geometry, is for our kernels."""
+    return tensor.device.type == "cuda" and tensor.dtype == torch.bfloat16 and (g is None or g.addressable)
 
 
 def geometry(x_shape: Ints | torch.Size, w_shape: Ints | torch.Size, *spec: Ints) -> Geometry:
@@ -55,10 +56,11 @@ def _filters(w: Tensor) -> Tensor:
 @torch.library.custom_op("fedblur::client_conv", mutates_args=())
 def client_conv(x: Tensor, w: Tensor, bias: Tensor | None, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
     """Each client's convolution with its own bias [clients, O]: y [clients, B, OH, OW, O]."""
-    if uses_kernels(x):
+    g = geometry(x.shape, w.shape, stride, padding, dilation)
+    if uses_kernels(x, g):
         from fedblur.kernels import triton_conv
 
-        return triton_conv.forward(x, w, bias, geometry(x.shape, w.shape, stride, padding, dilation))
+        return triton_conv.forward(x, w, bias, g)
     y = torch.conv2d(
         _grouped(x), _filters(w), None if bias is None else bias.flatten(), stride, padding, dilation, len(w)
     )
@@ -78,11 +80,11 @@ def client_conv_input_grad(
 ) -> Tensor:
     """The gradient with respect to each client's input, [clients, B, H, W, C]."""
     clients, channels = w.shape[0], w.shape[4]
-    if uses_kernels(gy):
+    g = geometry([clients, gy.shape[1], height, width, channels], w.shape, stride, padding, dilation)
+    if uses_kernels(gy, g):
         from fedblur.kernels import triton_conv
 
-        shape = [clients, gy.shape[1], height, width, channels]
-        return triton_conv.input_grad(gy, w, geometry(shape, w.shape, stride, padding, dilation))
+        return triton_conv.input_grad(gy, w, g)
     size = [gy.shape[1], clients * channels, height, width]
     gx: Tensor = conv_grad.conv2d_input(size, _filters(w), _grouped(gy), stride, padding, dilation, clients)
     return _ungrouped(gx, clients)
@@ -99,11 +101,11 @@ def client_conv_weight_grad(
 ) -> tuple[Tensor, Tensor]:
     """The gradients with respect to each client's weights [clients, O, KH, KW, C] and bias [clients, O]."""
     clients, outputs, channels = x.shape[0], gy.shape[4], x.shape[4]
-    shape = [clients, outputs, height, width, channels]
-    if uses_kernels(gy):
+    g = geometry(x.shape, [clients, outputs, height, width, channels], stride, padding, dilation)
+    if uses_kernels(gy, g):
         from fedblur.kernels import triton_weight_grad
 
-        return triton_weight_grad.weight_grad(gy, x, geometry(x.shape, shape, stride, padding, dilation))
+        return triton_weight_grad.weight_grad(gy, x, g)
     size = [clients * outputs, channels, height, width]
     gw: Tensor = conv_grad.conv2d_weight(_grouped(x), size, _grouped(gy), stride, padding, dilation, clients)
     return last(gw.unflatten(0, (clients, outputs))), gy.sum((1, 2, 3))

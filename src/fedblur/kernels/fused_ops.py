@@ -18,10 +18,11 @@ ONE = [1, 1]
 @torch.library.custom_op("fedblur::client_conv_pool", mutates_args=())
 def client_conv_pool(x: Tensor, w: Tensor, bias: Tensor | None, padding: Ints, relu: bool) -> tuple[Tensor, Tensor]:
     """Each client's convolution, pooled 2x2: the values and which of four won (4: closed by ReLU), channels last."""
-    if uses_kernels(x):
+    g = geometry(x.shape, w.shape, ONE, padding, ONE)
+    if uses_kernels(x, g):
         from fedblur.kernels import triton_conv_pool
 
-        return triton_conv_pool.forward(x, w, bias, geometry(x.shape, w.shape, ONE, padding, ONE), relu)
+        return triton_conv_pool.forward(x, w, bias, g, relu)
     y = torch.ops.fedblur.client_conv(x, w, bias, ONE, padding, ONE)
     return pool(y, relu)
 
@@ -65,7 +66,7 @@ def client_conv_pool_input_grad(gy: Tensor, where: Tensor, w: Tensor, height: in
     """The gradient with respect to each client's input, [clients, B, H, W, C]."""
     shape = [gy.shape[0], gy.shape[1], height, width, w.shape[4]]
     g = geometry(shape, w.shape, ONE, padding, ONE)
-    if uses_kernels(gy):
+    if uses_kernels(gy, g):
         from fedblur.kernels import triton_conv_pool
 
         return triton_conv_pool.input_grad(gy, where, w, g)
@@ -86,7 +87,7 @@ def client_conv_pool_weight_grad(
     """The gradients with respect to each client's weights [clients, O, KH, KW, C] and bias [clients, O]."""
     shape = [gy.shape[0], gy.shape[4], height, width, x.shape[4]]
     g = geometry(x.shape, shape, ONE, padding, ONE)
-    if uses_kernels(gy):
+    if uses_kernels(gy, g):
         from fedblur.kernels import triton_conv_pool
 
         return triton_conv_pool.weight_grad(gy, where, x, g)
@@ -108,11 +109,11 @@ def client_conv_relu_dropout(
     x: Tensor, w: Tensor, bias: Tensor | None, keys: Tensor, stride: Ints, padding: Ints, dilation: Ints, rate: float
 ) -> Tensor:
     """Each client's convolution, ReLU and seeded dropout; keys [clients] int32. Channels last in, first out."""
-    if uses_kernels(x):
+    g = geometry(x.shape, w.shape, stride, padding, dilation)
+    if uses_kernels(x, g):
         from fedblur.kernels import triton_conv
 
-        dropout = triton_conv.Dropout(keys, threshold(rate), 1 / (1 - rate))
-        return triton_conv.forward(x, w, bias, geometry(x.shape, w.shape, stride, padding, dilation), dropout)
+        return triton_conv.forward(x, w, bias, g, triton_conv.Dropout(keys, threshold(rate), 1 / (1 - rate)))
     y = first(torch.ops.fedblur.client_conv(x, w, bias, stride, padding, dilation))
     return torch.stack([relu_dropout(one, key, rate) for one, key in zip(y, keys, strict=True)])
 

@@ -9,7 +9,8 @@ PROGRAMS = 4 * 132  # enough to fill an H100 or H200 a few times over
 # Not to be specialised by Triton: with constant sides Triton 3.6 compiled wrong addresses for some strides
 # and paddings (even out_w, stride 2, padding 2: every value wrong), though its interpreter is right.
 SIZES = ("batch", "height", "width", "out_h", "out_w", "stride_rows", "by_image", "by_row")
-SHIFT = 40  # of a reciprocal: exact for m·divisor below 2^40
+SHIFT = 40  # of a reciprocal
+_BEYOND = 1024  # pixels by which a tile may reach beyond the last
 MAX_PATCH = 64  # values of an input patch that one tile holds
 
 
@@ -46,6 +47,15 @@ class Geometry:
         return plain and (self.channels >= 16 or self.pool_patch <= MAX_PATCH)
 
     @property
+    def addressable(self) -> bool:
+        """Whether the kernels' 32-bit numbers reach all of a client's tensors, and their divisions are exact."""
+        sizes = (self.height, self.width), self.out_size
+        values = [self.batch * h * w * c for (h, w), c in zip(sizes, (self.channels, self.outputs), strict=True)]
+        weights = self.outputs * self.kernel[0] * self.kernel[1] * self.channels
+        exact = all(divides(self.batch * h * w + _BEYOND, h * w) and divides(h * w, w) for h, w in sizes)
+        return max(*values, weights) < 2**31 - _BEYOND * max(self.channels, self.outputs) and exact
+
+    @property
     def sides(self) -> tuple[int, int, int, int]:
         return self.height, self.width, *self.out_size
 
@@ -73,6 +83,14 @@ class Tiles(NamedTuple):
 def reciprocals(height: int, width: int) -> tuple[int, int]:
     """For `divided`, by the pixels of an image and by those of a row."""
     return tuple(-(-(1 << SHIFT) // divisor) for divisor in (height * width, width))  # type: ignore[return-value]
+
+
+def divides(m: int, divisor: int) -> bool:
+    """Whether the product with the reciprocal is the quotient for all numbers up to m.
+
+    It is 1/divisor too large by a share of e/2^SHIFT, e below the divisor; k·divisor − 1 is the first to be rounded up.
+    """
+    return m * (-(1 << SHIFT) % divisor) < 1 << SHIFT
 
 
 def tile(size: int, most: int) -> int:

@@ -34,10 +34,12 @@ def relu_dropout(value, key, element, threshold, scale):
 def _grad_kernel(
     gy, y, gx, scale, PIXELS: tl.constexpr, CHANNELS: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    p = (tl.program_id(0) % tl.cdiv(PIXELS, BP)) * BP + tl.arange(0, BP)
-    c = (tl.program_id(0) // tl.cdiv(PIXELS, BP)) * BC + tl.arange(0, BC)
+    TILES: tl.constexpr = tl.cdiv(PIXELS, BP) * tl.cdiv(CHANNELS, BC)
+    piece = tl.program_id(0) % TILES
+    p = (piece % tl.cdiv(PIXELS, BP)) * BP + tl.arange(0, BP)
+    c = (piece // tl.cdiv(PIXELS, BP)) * BC + tl.arange(0, BC)
     real = (p < PIXELS)[:, None] & (c < CHANNELS)[None, :]
-    start = tl.program_id(1).to(tl.int64) * (PIXELS * CHANNELS)
+    start = (tl.program_id(0) // TILES).to(tl.int64) * (PIXELS * CHANNELS)
     at = start + c[None, :] * PIXELS + p[:, None]
     passed = tl.load(y + at, mask=real, other=0.0) > 0
     value = tl.load(gy + at, mask=real, other=0.0).to(tl.float32) * scale
@@ -55,5 +57,6 @@ def grad(gy: Tensor, y: Tensor, scale: float) -> Tensor:
     clients, batch, channels, height, width = gy.shape
     gx = torch.empty(clients, batch, height, width, channels, dtype=gy.dtype, device=gy.device)
     bp, bc, tiles = _cut(height * width, channels)
-    _grad_kernel[(tiles, clients * batch)](gy, y, gx, scale, PIXELS=height * width, CHANNELS=channels, BP=bp, BC=bc)
+    grid = (tiles * clients * batch,)  # only the first dimension takes more than 65,535: 1024 clients of 64 images
+    _grad_kernel[grid](gy, y, gx, scale, PIXELS=height * width, CHANNELS=channels, BP=bp, BC=bc)
     return gx
