@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,12 @@ from tests.kernels.absent import MEMORY, pretend
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, which has Linux only")
 
 KERNELS = sorted(Path(kernels.__file__).parent.glob("triton_*.py"))
-SHAPES = [  # clients, batch, channels, height, width, outputs, kernel, stride, padding, dilation
+CNN_B = [  # clients, batch, channels, height, width, outputs, kernel, stride, padding, dilation
     (2, 64, 1, 28, 28, 32, (3, 3), (1, 1), (0, 0), (1, 1)),
     (2, 64, 32, 13, 13, 64, (3, 3), (1, 1), (0, 0), (1, 1)),
+]
+RESNET = [
+    (2, 50, 64, 32, 32, 64, (3, 3), (1, 1), (1, 1), (1, 1)),
     (2, 50, 256, 8, 8, 512, (3, 3), (2, 2), (1, 1), (1, 1)),
 ]
 
@@ -30,10 +34,16 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-@pytest.mark.parametrize("capability", [89, *(pytest.param(c, marks=pytest.mark.long) for c in (80, 90, 100))])
-def test_kernels__compile_and_fit_into_a_multiprocessor(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("capability", "shapes"),
+    [(89, CNN_B), *(pytest.param(c, CNN_B + RESNET, marks=pytest.mark.long) for c in (80, 89, 90, 100))],
+    ids=["89-cnn", "80", "89", "90", "100"],
+)
+def test_kernels__compile_and_fit_into_a_multiprocessor(
+    capability: int, shapes: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiled = pretend(capability, monkeypatch)
-    call_convolutions()
+    call_convolutions(shapes)
     call_others()
     written = {f"fedblur.kernels.{path.stem}.{name}" for path in KERNELS for name in _names(path)}
     assert set(compiled) == written  # a new one is called below, too
@@ -73,11 +83,11 @@ def dense_stages(samples: int) -> int | None:
     return triton_dense.stages(_half(2, samples, 128).transpose(1, 2), _half(2, samples, 7744), dense_ops.TILE)
 
 
-def call_convolutions() -> None:
-    """Every kernel once or more, as CNN-B and ResNet-18 do."""
+def call_convolutions(shapes: list[tuple[Any, ...]]) -> None:
+    """Every kernel once or more."""
     from fedblur.kernels import triton_conv, triton_conv_pool, triton_weight_grad
 
-    for g in (Geometry(*shape) for shape in SHAPES):
+    for g in (Geometry(*shape) for shape in shapes):
         x, w = (
             _half(g.clients, g.batch, g.height, g.width, g.channels),
             _half(g.clients, g.outputs, *g.kernel, g.channels),

@@ -27,9 +27,8 @@ def interpreted(*parts: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "parts",
     [
-        ["convolutions"],
-        ["pooled"],
-        ["relu_and_dropout", "dense_update"],
+        ["convolutions", "relu_and_dropout"],
+        ["pooled", "dense_update"],
         pytest.param(["group_norm"], marks=pytest.mark.long),  # not part of the library
     ],
     ids=" ".join,
