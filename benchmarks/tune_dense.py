@@ -35,13 +35,13 @@ def search() -> None:
     best = math.inf, dense_ops.TILE, (triton_dense.PROGRAMS, triton_dense.STAGES[0], triton_dense.WARPS)
     for (tile, warps), (programs, stages) in itertools.product(_SHAPES, _LOOPS):
         _set(programs, stages, warps)
-        took = _milliseconds(lambda tile=tile: triton_dense.update(slope, x, delta, decay, start, tile))
+        took = median_milliseconds(lambda tile=tile: triton_dense.update(slope, x, delta, decay, start, tile))
         print(f"tile {tile}, {programs} programs each, {stages} stages, {warps} warps: {took:.3f} ms", flush=True)
         best = min(best, (took, tile, (programs, stages, warps)))
     dense_ops.TILE[:] = best[1]
     _set(*best[2])
     product = torch.empty(clients, outputs, inputs, device="cuda", dtype=torch.bfloat16)
-    alone = _milliseconds(lambda: torch.bmm(slope, x, out=product))
+    alone = median_milliseconds(lambda: torch.bmm(slope, x, out=product))
     print(f"best: {best}; the product alone: {alone:.3f} ms", flush=True)
 
 
@@ -50,10 +50,10 @@ def _set(programs: int, stages: int, warps: int) -> None:
     triton_dense._stages.cache_clear()
 
 
-def _milliseconds(run: Callable[[], Any]) -> float:
+def median_milliseconds(run: Callable[[], Any]) -> float:
     try:
         return float(do_bench_cudagraph(run, rep=10))
-    except Exception as error:  # tiles that need more memory than a multiprocessor has
+    except Exception as error:  # tiles that need more than a multiprocessor has
         print(f"{type(error).__name__}: ", end="")
         return math.inf
 

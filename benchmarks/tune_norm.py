@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from group_norm import kernels
 from group_norm.kernels import FORWARD, GRADIENT, Tiles
 from group_norm.layers import WithGroupNorm
-from triton.testing import do_bench_cudagraph
+from tune_dense import median_milliseconds
 
 from fedblur import client, functional
 from fedblur.kernels.layers import PerClientLayers
@@ -58,9 +57,9 @@ def search_one(clients: int, batch: int, height: int, width: int, channels: int,
         ("forward", FORWARD, lambda: kernels.forward(x, weight, bias, groups, 1e-5, True)),
         ("gradient", GRADIENT, lambda: kernels.gradient(gy, x, mean, rstd, weight, bias, True)),
     ]
-    copy = _milliseconds(lambda: x.clone())
+    copy = median_milliseconds(lambda: x.clone())
     for name, table, call in calls:
-        kept, now = dict(table), _milliseconds(call)
+        kept, now = dict(table), median_milliseconds(call)
         times = sorted((_with(table, tiles, call), tiles) for tiles in _TILES)
         table.update(kept)
         found = ", ".join(f"{t.values}/{t.warps}: {ms:.3f}" for ms, t in times[:6])
@@ -69,15 +68,7 @@ def search_one(clients: int, batch: int, height: int, width: int, channels: int,
 
 def _with(table: dict[bool, Tiles], tiles: Tiles, call: Callable[[], Any]) -> float:
     table.update(dict.fromkeys(table, tiles))
-    return _milliseconds(call)
-
-
-def _milliseconds(run: Callable[[], Any]) -> float:
-    try:
-        return float(do_bench_cudagraph(run, rep=10))
-    except Exception as error:  # tiles that need more registers than a multiprocessor has
-        print(f"{type(error).__name__}: ", end="")
-        return math.inf
+    return median_milliseconds(call)
 
 
 def main() -> None:
