@@ -158,11 +158,13 @@ def plot(report: Report, path: Path) -> None:
         rows = [row for row in reversed(measured.rows) if row.ratio is not None and not row.error]
         labels = [NAMES[row.system].strip("*") for row in rows]
         colours = ["tab:orange" if row.system == "ours" else "tab:gray" for row in rows]
-        bars = axes.barh(labels, [row.ratio for row in rows], color=colours)
-        axes.bar_label(bars, fmt="%.2g", padding=3)
+        ratios = [float(row.ratio or 1) for row in rows]
+        # From 1: a logarithmic axis has no zero, and a bar from anywhere else has a length that says nothing.
+        bars = axes.barh(labels, [ratio - 1 for ratio in ratios], left=1, color=colours)
+        axes.bar_label(bars, [f"{ratio:.2g}" for ratio in ratios], padding=3)
         axes.set_xscale("log")
         axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.margins(x=0.2)
+        axes.margins(x=0.3)
         axes.axvline(1, color="black", linewidth=0.8)
         axes.set_title(f"{measured.workload.name}: time of a round, loop = 1", fontsize=10)
     save_svg(figure, path)

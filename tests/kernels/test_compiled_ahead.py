@@ -16,7 +16,9 @@ from fedblur.kernels import dense_ops
 from fedblur.kernels.geometry import Geometry
 from tests.kernels.absent import MEMORY, pretend
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, which has Linux only")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs Triton, which is for Linux only"
+)
 
 KERNELS = sorted(Path(kernels.__file__).parent.glob("triton_*.py"))
 CNN_B = [  # clients, batch, channels, height, width, outputs, kernel, stride, padding, dilation

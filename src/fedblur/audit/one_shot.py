@@ -44,7 +44,7 @@ from fedblur.summary import versions, warning
 Tick = Callable[[int], None]
 
 # Canaries, and held-out directions. The interval counts on many: with 20 of each, 24 of 400 audits of a private run lay
-# above its claim, a bug where there was none; with 100 it was 2 of 550 (2 rounds, 30 clients, p = 0.5, epsilon = 2).
+# above its claim, a bug where there was none; with 100 it was 2 of 550 (benchmarks/audit_alarms.py, 18 November 2026).
 _FEWEST = 100
 
 
