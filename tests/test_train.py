@@ -184,12 +184,6 @@ def test_train__other_samplings_have_their_own_accounting(tmp_path: Path, sampli
     assert run.summary["privacy"]["adjacency"] == expected
 
 
-def test_noise_placement__clients_trains_as_well(tmp_path: Path) -> None:
-    config = fedblur.Config(rounds=3, seed=0, mechanism={"name": "gaussian", "placement": "clients"})
-    run = fedblur.train(config, out=tmp_path / "run")
-    assert "secure sum" in run.summary["privacy"]["trust_model"]
-
-
 def test_engines__vectorised_and_sequential_give_the_same_model(tmp_path: Path) -> None:
     config = fedblur.Config(rounds=4, seed=0, model="cnn", method="blur+lus", sample_rate=0.02)
     ends = []

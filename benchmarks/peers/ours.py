@@ -48,7 +48,7 @@ def run_round(task: Task, setup: Setup) -> Floats:
     release = Release(layout.total, task.clip_norm, 0.0, task.clients, setup.initial.device)
     blocks = protocol.engine.map_clients(job, torch.arange(task.clients), rng)
     total = protocol.mechanism.accumulate((block.bounded for block in blocks), release, rng)
-    return protocol.mechanism.release(total, release, rng).numpy()
+    return protocol.mechanism.release(total, release, protocol.mechanism.draw(release, rng)()).numpy()
 
 
 def main() -> None:

@@ -36,6 +36,9 @@ ZERO_OUT = "one client's data against no data (zero-out); that it takes part is 
 
 SMALLEST_SIGMA, LARGEST_SIGMA = 2.0**-6, 2.0**20  # where a noise multiplier is looked for
 _TOLERANCE = 1e-4  # of a calibrated noise multiplier, relative
+# The share of delta that pays for noise being cut off at 32 standard deviations (`mechanisms/rounded_gaussian.py`). D
+# draws cost D·(1 + e^ε)·2^-743 of delta. For D ≤ 2^64 and δ ≥ 2^-100 that is below δ·2^-40 as long as ε ≤ 350.
+_CUT_OFF = 2.0**-40
 
 
 def epsilon(event: Event, count: int, delta: float, accountant: Accountant = "pld") -> float:
@@ -63,7 +66,7 @@ def _spent(event: Event, count: int, delta: float, accountant: str) -> float:
     adjacency(event)  # refuses a mixture of neighbouring relations: their epsilons do not add up
     if accountant not in INTERPRETERS:
         raise PrivacyError(f'accountant={accountant!r} is unknown; use "pld" or "rdp"')
-    return INTERPRETERS[accountant](flatten(event, count), delta) if count else 0.0
+    return INTERPRETERS[accountant](flatten(event, count), delta * (1 - _CUT_OFF)) if count else 0.0
 
 
 def adjacency(event: Event) -> Adjacency:

@@ -183,7 +183,7 @@ def from_dict(table: Mapping[str, Any]) -> Config:
     """A configuration from plain values, as TOML and JSON give them."""
     from fedblur.recipe import with_recipe  # which needs plans, and they this file's parts
 
-    config = from_table(Config, with_recipe(_with_reference(table)))
+    config = from_table(Config, with_recipe(_with_reference(_without_placement(table))))
     assert isinstance(config, Config)
     return config
 
@@ -207,6 +207,19 @@ def _with_reference(table: Mapping[str, Any]) -> dict[str, Any]:
     return {**table, **REFERENCES[name], "method": []}
 
 
+def _without_placement(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Files of version 0.1 say where Gaussian noise was added. Only the server adds it now."""
+    mechanism = table.get("mechanism")
+    if not isinstance(mechanism, Mapping) or "placement" not in mechanism:
+        return dict(table)
+    if mechanism["placement"] != "server":
+        raise ConfigError(
+            f"mechanism.placement={mechanism['placement']!r}: shares of rounded Gaussian noise do not add up to it; "
+            'use mechanism = { name = "ddgauss", mode = "exact" }, or drop placement'
+        )
+    return {**table, "mechanism": {key: value for key, value in mechanism.items() if key != "placement"}}
+
+
 def to_dict(config: Config) -> dict[str, Any]:
     """The resolved configuration as plain values: every key, every part's settings."""
     return to_table(config)
@@ -227,11 +240,14 @@ def canonical(value: Any) -> str:
 
 # Keys that came after results were first kept: at these values they leave the hash of a configuration as it was.
 _LATER: dict[str, Any] = {"denoise": None, "test_views": 1}
+_GAUSSIAN = {"name": "gaussian", "placement": "server"}  # as version 0.1 wrote it, when results were first kept
 
 
 def config_hash(config: Config) -> str:
     """Twelve hex digits that change when anything that decides the result changes."""
     table = {key: value for key, value in to_dict(config).items() if key not in _LATER or value != _LATER[key]}
+    if table["mechanism"] == {"name": "gaussian"}:
+        table["mechanism"] = _GAUSSIAN
     return hashlib.sha256(canonical(table).encode()).hexdigest()[:12]
 
 

@@ -1,23 +1,52 @@
 """Randomness as an argument, from named streams: `rng.child("round", 3, "client", 17)`.
 
 With a seed, every stream is a pure function of the seed and its path: the same on every engine and after a resume.
-Without one, noise and sampling are drawn from the operating system's generator (CSPRNG) and cannot be replayed by
-anyone. A seeded run is for science, not for privacy: whoever knows the seed can subtract the noise.
+Without one, noise and sampling come from the operating system's generator, and nobody can replay them. A seeded run is
+for science, not for privacy: anyone with the seed can regenerate the noise.
+
+Noise is made from a `Keystream`: AES-256 in counter mode (by the `cryptography` package). Its key comes from the
+operating system anew for every draw, so a process that forks never gives the same noise twice.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
+
+_ZEROS = bytes(2**16)  # what is encrypted
+
+
+class Lane:
+    """One sequence of random 64-bit words; every call goes on where the last one ended."""
+
+    def __init__(self, key: bytes, number: int) -> None:
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+        start = modes.CTR((number << 64).to_bytes(16, "big"))  # lanes are 2^64 blocks apart: none reaches the next
+        self._cipher = Cipher(algorithms.AES(key), start).encryptor()
+
+    def words(self, count: int) -> NDArray[np.uint64]:
+        buffer = np.empty(8 * count + 16, dtype=np.uint8)  # the cipher asks for room for one block more
+        for first in range(0, 8 * count, len(_ZEROS)):
+            part = min(len(_ZEROS), 8 * count - first)
+            self._cipher.update_into(memoryview(_ZEROS)[:part], buffer.data[first:])
+        return buffer[: 8 * count].view("<u8")
+
+
+@dataclass(frozen=True)
+class Keystream:
+    """2^64 lanes of random words from one key. What is drawn from one lane tells nothing about another."""
+
+    key: bytes  # 32 of them
+
+    def lane(self, number: int) -> Lane:
+        return Lane(self.key, number)
 
 
 class Rng(Protocol):
@@ -42,8 +71,8 @@ class Rng(Protocol):
         """`count` floats in [0, 1) with 53 random bits each."""
         ...
 
-    def normal(self, count: int, device: torch.device) -> Tensor:
-        """`count` standard normal float32 values on the device."""
+    def keystream(self) -> Keystream:
+        """A key for noise: from the operating system, and fresh at every call, unless this stream is seeded."""
         ...
 
     def numpy(self) -> np.random.Generator:
@@ -83,11 +112,8 @@ class Seeded:
     def uniform(self, count: int) -> NDArray[np.float64]:
         return self.numpy().random(count)
 
-    def normal(self, count: int, device: torch.device) -> Tensor:
-        if device.type == "cpu":
-            return torch.from_numpy(self.numpy().standard_normal(count, dtype=np.float32))
-        generator = torch.Generator(device).manual_seed(self.seed())
-        return torch.randn(count, generator=generator, device=device)
+    def keystream(self) -> Keystream:
+        return Keystream(hashlib.blake2b(b"keystream", key=self.key, digest_size=32).digest())
 
 
 @dataclass(frozen=True)
@@ -112,13 +138,8 @@ class System:
         bits = np.frombuffer(os.urandom(8 * count), dtype=np.uint64)
         return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
-    def normal(self, count: int, device: torch.device) -> Tensor:
-        """Box and Muller's transform in float64, so that the tail reaches 8.5 standard deviations."""
-        half = (count + 1) // 2
-        radius = np.sqrt(-2.0 * np.log1p(-self.uniform(half)))  # 1 - u is in (0, 1]
-        angle = 2.0 * math.pi * self.uniform(half)
-        pairs = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
-        return torch.from_numpy(pairs.astype(np.float32)).to(device)
+    def keystream(self) -> Keystream:
+        return Keystream(os.urandom(32))
 
 
 def make_rng(seed: int | None) -> Rng:

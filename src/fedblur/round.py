@@ -76,6 +76,7 @@ def run_round(protocol: Protocol, state: ServerState, rng: Rng) -> RoundResult:
     job = client_job(protocol, state)
     width, bound = job.message.width(protocol.layout.total), job.message.l2_bound(job.clip_norm)
     release = Release(width, bound, plan.noise_multiplier, len(cohort), state.theta.device, round_)
+    noise = protocol.mechanism.draw(release, rng)  # beside the clients' training: it depends on no data
     pay = cache(partial(protocol.ledger.spend, round_, event, replay=not rng.private))  # once, however often called
     try:
         part = protocol.processes.announce(Task(job, release, cohort, pay))
@@ -85,7 +86,7 @@ def run_round(protocol: Protocol, state: ServerState, rng: Rng) -> RoundResult:
         nothing = Diagnostics(job.message.vector_width(protocol.layout.total), job.clip_norm)
         figures = nothing.report(release.noise_std, plan.expected_cohort)
         return RoundResult(replace(state, round=round_), figures | {"aborted": str(reason)})
-    noisy = protocol.mechanism.release(total, release, rng)
+    noisy = protocol.mechanism.release(total, release, noise())
 
     pay()  # on disk before anything leaves (invariant 6)
     update, bits = job.message.decode(noisy, protocol.layout.total)

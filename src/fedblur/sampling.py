@@ -65,8 +65,8 @@ class Sampling(Protocol):
 class PoissonSampler:
     """Each client joins on its own with probability `rate`, so the cohort's size is binomial.
 
-    Formal guarantees: membership is independent between clients and rounds, as `PoissonSampled` assumes; the
-    53 random bits of a draw bias the probability by at most 2^-53. At rate 1 everyone joins.
+    Formal guarantees: membership is independent between clients and rounds, as `PoissonSampled` assumes. A draw is
+    a multiple of 2^-53, so a client joins with probability ⌊p·2^53⌋/2^53: never above p. At rate 1 everyone joins.
 
     Where the cohort's size is seen, sampling amplifies nothing here: given the size, that one client came means that
     another one did not, so a client moves the sum by its own update and by somebody else's (up to 2S). An adversary
@@ -95,7 +95,8 @@ class PoissonSampler:
         return self.size_seen and self.rate < 1
 
     def cohort(self, rng: Rng) -> Tensor:
-        return torch.from_numpy(np.flatnonzero(rng.uniform(self.clients) < self.rate))
+        chance = math.floor(self.rate * 2.0**53) * 2.0**-53
+        return torch.from_numpy(np.flatnonzero(rng.uniform(self.clients) < chance))
 
     def event(self, inner: Event) -> Event:
         return inner if self._exposed else PoissonSampled(self.rate, inner)

@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fedblur.checkpoint import write_atomically
 from fedblur.config import Config, canonical, config_hash, from_dict, to_dict
 from fedblur.data.population import Federation
@@ -25,6 +23,7 @@ from fedblur.errors import ConfigError, RunError
 from fedblur.evaluation import accuracy_by_client
 from fedblur.functional import Layout, as_function, initial_vector
 from fedblur.ledger import Budget, Ledger
+from fedblur.mechanisms import rounded_gaussian
 from fedblur.rng import Rng, make_rng
 from fedblur.runfolder import RunFolder
 from fedblur.setup import Machine, load
@@ -33,6 +32,7 @@ from fedblur.tuning import HALF, Search, candidates, statement
 
 TrialWatcher = Callable[[Config, int], Watcher | None]
 NOTHING = "nothing released: no trial was drawn"
+_STEP = 2.0**-30  # scores are summed, and their noise is drawn, in multiples of this
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,9 @@ class _Trials:
         assert sizes is not None
         theta = Layout.of(run.module).unflatten(initial_vector(run.module))
         each = accuracy_by_client(as_function(run.module), theta, samples, sizes, config.method, config.test_views)
-        blur = HALF * noise * float(rng.normal(1, torch.device("cpu"))[0]) if noise else 0.0
-        return (float((each - HALF).sum()) + blur) / self.data.validation_clients + HALF
+        whole = ((each - HALF) / _STEP).trunc().long().sum()  # each at most ½, and exact from here on
+        blur = rounded_gaussian.draw(HALF * noise / _STEP * (1 + 2.0**-50), 1, rng.keystream())[0]
+        return (int(whole) + int(blur)) * _STEP / self.data.validation_clients + HALF
 
 
 def _release(search: Search, winner: RunFolder, out: RunFolder, stated: dict[str, Any]) -> dict[str, Any]:

@@ -74,7 +74,6 @@ def test_real_clients__are_not_touched_by_canaries() -> None:
     [
         {},
         {"method": ["blur", "lus", "sam"]},
-        {"mechanism": {"name": "gaussian", "placement": "clients"}},
         {"mechanism": "ddgauss", "accountant": "rdp"},
         {"mechanism": {"name": "ddgauss", "mode": "exact"}, "accountant": "rdp"},
         {"mechanism": "skellam", "accountant": "rdp"},

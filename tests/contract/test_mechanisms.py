@@ -28,7 +28,7 @@ def release_once(mechanism, rows: torch.Tensor, sigma: float, seed: int = 0) -> 
     mechanism = bound(mechanism, rows.shape[1], len(rows))
     rng = Seeded.root(seed)
     total = mechanism.accumulate([clip_l2(rows, 0.5)[0]], request, rng)
-    return mechanism.release(total, request, rng)
+    return mechanism.release(total, request, mechanism.draw(request, rng)())
 
 
 def test_mechanism__noise_is_dense_and_has_the_promised_size(mechanism) -> None:
@@ -49,7 +49,7 @@ def test_mechanism__partial_sums_of_two_processes_add_up(mechanism) -> None:
     halves = [
         mechanism.accumulate([clip_l2(part, 0.5)[0]], request, rng.child(i)) for i, part in enumerate(rows.split(4))
     ]
-    result = mechanism.release(halves[0] + halves[1], request, rng)
+    result = mechanism.release(halves[0] + halves[1], request, mechanism.draw(request, rng)())
     torch.testing.assert_close(result, rows.sum(0), rtol=0, atol=1e-3)
 
 

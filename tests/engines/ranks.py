@@ -15,7 +15,6 @@ CASES = {
     "blur-lus": {**SHARED, "seed": 3, "method": "blur+lus"},
     "ddgauss": {**SHARED, "seed": 3, "mechanism": "ddgauss", "accountant": "rdp"},
     "ddgauss-shares": {**SHARED, "seed": 3, "mechanism": {"name": "ddgauss", "mode": "exact"}, "accountant": "rdp"},
-    "gaussian-shares": {**SHARED, "seed": 3, "mechanism": {"name": "gaussian", "placement": "clients"}},
     "adaptive-mask": {
         **SHARED, "seed": 3, "server": "momentum", "clipping": "adaptive", "mask": "momentum", "averaging": "ema",
     },

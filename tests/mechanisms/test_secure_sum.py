@@ -61,7 +61,9 @@ def test_sum__modulo_equals_the_true_sum_when_nothing_overflows(kind, mode: str)
 def test_sum__without_noise_is_the_sum_of_updates_to_the_grid(kind) -> None:
     rows, request, rng = updates(9, 650), Release(650, S, 0.0, 9, CPU), Seeded.root(1)
     mechanism = bind(kind(bits=20), 650, 9)
-    noiseless = mechanism.release(mechanism.accumulate(blocks(rows), request, rng), request, rng)
+    noiseless = mechanism.release(
+        mechanism.accumulate(blocks(rows), request, rng), request, mechanism.draw(request, rng)()
+    )
     step = mechanism.grid(0.0).step(S)
     error = (noiseless.double() - rows.double().sum(0)).norm() / math.sqrt(9 * 650)
     assert 0 < float(error) < step  # a random rounding's deviation is half a step at most
@@ -75,7 +77,9 @@ def test_overflow__its_share_at_four_deviations_is_as_predicted() -> None:
     for t in range(rounds):
         request, rng = Release(d, S, sigma, n, CPU, round_=t), Seeded.root(t)
         signs = mechanism.rotation.signs(t, CPU)
-        noisy = mechanism.release(mechanism.accumulate(blocks(rows), request, rng), request, rng)
+        noisy = mechanism.release(
+            mechanism.accumulate(blocks(rows), request, rng), request, mechanism.draw(request, rng)()
+        )
         error = mechanism.rotation.forward((noisy - rows.sum(0))[None], signs) / grid.step(S)
         wrapped += int((error.abs() > grid.modulus / 2).sum())
     expected = overflow_share(4.0) * d * rounds
@@ -91,7 +95,8 @@ def noise_of(mechanism: SecureSum, cohort: int, sigma: float) -> tuple[torch.Ten
     d, rng = mechanism.conditions.dimension, Seeded.root(2)
     request = Release(d, S, sigma, cohort, CPU)
     total = mechanism.accumulate([Bounded(torch.zeros(cohort, d), S)], request, rng)
-    return total, mechanism.release(total, request, rng.child(mechanism.part.mode))
+    noise = mechanism.draw(request, rng.child(mechanism.part.mode))
+    return total, mechanism.release(total, request, noise())
 
 
 @pytest.mark.parametrize("bits", [8, 16])
@@ -124,7 +129,9 @@ def test_noise__has_its_size_whatever_the_cohort(kind, mode: str, cohort: int) -
     mechanism, request = bind(kind(mode=mode), 8000, 10), Release(8000, S, 2.0, cohort, CPU)
     rng = Seeded.root(5)
     rows = torch.zeros(cohort, 8000)
-    noisy = mechanism.release(mechanism.accumulate(blocks(rows) if cohort else [], request, rng), request, rng)
+    noisy = mechanism.release(
+        mechanism.accumulate(blocks(rows) if cohort else [], request, rng), request, mechanism.draw(request, rng)()
+    )
     assert float(noisy.double().std()) == pytest.approx(2.0 * S, rel=0.04)
     assert int((noisy == 0).sum()) < 10
 
@@ -142,7 +149,7 @@ def test_min_cohort__shares_are_sized_for_the_fewest_clients_that_are_accepted(k
     mechanism, request = bind(kind(mode="exact", min_cohort=4), 8000, 10), Release(8000, S, 2.0, cohort, CPU)
     rng = Seeded.root(5)
     total = mechanism.accumulate(blocks(torch.zeros(cohort, 8000)), request, rng)
-    noisy = mechanism.release(total, request, rng)
+    noisy = mechanism.release(total, request, mechanism.draw(request, rng)())
     assert float(noisy.double().std()) == pytest.approx(2.0 * S * math.sqrt(cohort / 4), rel=0.04)
     assert mechanism.grid(2.0).clip_steps < bind(kind(mode="exact"), 8000, 10).grid(2.0).clip_steps
 
@@ -217,7 +224,7 @@ def test_gpu__sum_and_noise_are_those_of_the_cpu(kind, rng: Rng, mode: str) -> N
     mechanism = bind(kind(mode=mode), 5000, 6)
     request = Release(5000, S, 2.0, 6, device, round_=3)
     parts = [Bounded(part.to(device), S) for part in rows.split(4)]
-    noisy = mechanism.release(mechanism.accumulate(parts, request, rng), request, rng)
+    noisy = mechanism.release(mechanism.accumulate(parts, request, rng), request, mechanism.draw(request, rng)())
     assert noisy.device.type == "cuda"
     noise = (noisy.cpu() - rows.sum(0)).double()
     assert float(noise.std()) == pytest.approx(2.0 * S, rel=0.05)

@@ -34,7 +34,7 @@ from fedblur.errors import ConfigError
 from fedblur.events import Event, Gaussian
 from fedblur.ledger import Budget, Ledger, open_ledger, read_budget
 from fedblur.mechanisms import Mechanism
-from fedblur.mechanisms.base import Release
+from fedblur.mechanisms.base import Noise, Release
 from fedblur.rng import Rng
 from fedblur.round import Protocol, client_job, run_round
 from fedblur.server import ServerState, published
@@ -122,8 +122,11 @@ class Overheard:
     def accumulate(self, blocks: Iterable[Bounded], release: Release, rng: Rng) -> Tensor:
         return self.inner.accumulate(blocks, release, rng)
 
-    def release(self, total: Tensor, release: Release, rng: Rng) -> Tensor:
-        self.heard = self.inner.release(total, release, rng)
+    def draw(self, release: Release, rng: Rng) -> Noise:
+        return self.inner.draw(release, rng)
+
+    def release(self, total: Tensor, release: Release, noise: Tensor) -> Tensor:
+        self.heard = self.inner.release(total, release, noise)
         return self.heard
 
 

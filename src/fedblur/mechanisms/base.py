@@ -1,12 +1,13 @@
 """The contract of a mechanism: clients' messages are summed, and the sum is released with noise.
 
 `accumulate` is what clients and the secure sum do; `release` is what happens once to the total. They are two steps
-so that several processes can each accumulate their part of a cohort and noise is still added once.
+so that several processes can each accumulate their part of a cohort and noise is still added once. Noise depends on no
+data, so `draw` begins before clients train, and the noise is there when their sum is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +18,8 @@ from fedblur.clipping import Bounded
 from fedblur.errors import PrivacyError
 from fedblur.events import Event
 from fedblur.rng import Rng
+
+Noise = Callable[[], Tensor]  # waits for noise that is being drawn
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,11 @@ class Mechanism(Protocol):
         """The sum of the clients' messages. Partial sums of several processes add up; only `release` reads them."""
         ...
 
-    def release(self, total: Tensor, release: Release, rng: Rng) -> Tensor:
+    def draw(self, release: Release, rng: Rng) -> Noise:
+        """Begin to draw what `release` adds to the total. It may not depend on what clients send."""
+        ...
+
+    def release(self, total: Tensor, release: Release, noise: Tensor) -> Tensor:
         """The noisy sum, [d] float32."""
         ...
 

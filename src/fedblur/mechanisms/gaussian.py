@@ -1,7 +1,9 @@
-"""The Gaussian mechanism on the sum: N(0, σ²S²) on every coordinate, whatever clients sent (invariant 2).
+"""The Gaussian mechanism on whole numbers: noise of standard deviation σS on every coordinate (invariant 2).
 
-`placement = "clients"` is the paper's form: each of the n clients adds a share N(0, σ²S²/n), so that the sum carries
-the same noise. A single message is then protected by σ/√n only: it needs a server that sees nothing but the sum.
+    clients' messages → towards zero onto a public grid → exact sum of whole numbers → + round(N(0, (σS/γ)²)) → × γ
+
+For a whole x, x + round(g) = round(x + g): what is released is a rounded Gaussian mechanism, so its event and epsilon
+are the Gaussian's. No float leaves before the noise is in. docs/exact-noise.md has the proof.
 """
 
 from __future__ import annotations
@@ -9,34 +11,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fedblur import events
 from fedblur.clipping import Bounded
-from fedblur.errors import PrivacyError
-from fedblur.mechanisms.base import Conditions, Release, demand_bound
+from fedblur.mechanisms import rounded_gaussian
+from fedblur.mechanisms.base import Conditions, Noise, Release, demand_bound
+from fedblur.mechanisms.fixed_point import FixedPoint
 from fedblur.registry import register
 from fedblur.rng import Rng
-
-_CACHED = 2**15  # coordinates that are summed at once
 
 
 @register("mechanism", "gaussian")
 @dataclass(frozen=True)
 class Gaussian:
-    """Gaussian noise on the sum, from the server or in clients' shares."""
-
-    placement: Literal["server", "clients"] = "server"
+    """Gaussian noise on the sum, added by the server in whole numbers."""
 
     @property
     def trust(self) -> str:
         """Who must be trusted for the guarantee to hold."""
-        server = "a server that sees each clipped update and adds the noise"
-        ideal = "an ideal secure sum of clients' messages, each with its share of the noise (simulated)"
-        return server if self.placement == "server" else ideal
+        return "a server that sees each clipped update and adds the noise"
 
     @property
     def shows_cohort(self) -> bool:
@@ -55,41 +51,35 @@ class Gaussian:
     def notes(self, noise_multiplier: float) -> tuple[str, ...]:
         return ()
 
+    def draw(self, release: Release, rng: Rng) -> Noise:
+        if release.noise_std == 0:
+            return lambda: torch.zeros(release.dimension, dtype=torch.int64, device=release.device)
+        scale = FixedPoint.of(release).scale(release.noise_std)
+        coming = rounded_gaussian.begin(scale, release.dimension, rng.child("noise").keystream())
+        return lambda: coming().to(release.device)
+
     def accumulate(self, blocks: Iterable[Bounded], release: Release, rng: Rng) -> Tensor:
-        total = torch.zeros(release.dimension, dtype=torch.float64, device=release.device)
+        """The exact sum, [d] int64; without a clip norm there is no privacy and no grid, and it is float64."""
+        if math.isinf(release.clip_norm):
+            return _plain_sum(blocks, release)
+        grid = FixedPoint.of(release)
+        total = torch.zeros(release.dimension, dtype=torch.int64, device=release.device)
         sent = 0
         for block in blocks:
             values = demand_bound(block, release)
-            if self.placement == "clients":
-                values = values + self._shares(release.next_numbers(sent, len(values)), release, rng)
-            _add_rows(total, values)
+            release.next_numbers(sent, len(values))  # refuses more clients than were announced: sums would not fit
+            grid.add_rows(total, values)
             sent += len(values)
-        if self.placement == "clients" and sent < len(
-            release.numbers
-        ):  # invariant 8: too few shares is too little noise
-            raise PrivacyError(
-                f"{sent} noise shares arrived of the {len(release.numbers)} that they were sized for; round aborted"
-            )
         return total
 
-    def _shares(self, numbers: range, release: Release, rng: Rng) -> Tensor:
-        std = release.noise_std / math.sqrt(release.cohort)
-        draws = [rng.child("share", i).normal(release.dimension, release.device) for i in numbers]
-        return std * torch.stack(draws)
-
-    def release(self, total: Tensor, release: Release, rng: Rng) -> Tensor:
-        noisy = total
-        if release.noise_std > 0 and (
-            self.placement == "server" or release.cohort == 0
-        ):  # an empty cohort is noisy too
-            noise = rng.child("noise").normal(release.dimension, release.device)
-            noisy = total + release.noise_std * noise.double()
-        return noisy.float()
+    def release(self, total: Tensor, release: Release, noise: Tensor) -> Tensor:
+        if total.dtype != torch.int64:
+            return total.float()
+        return FixedPoint.of(release).values(total + noise)
 
 
-def _add_rows(total: Tensor, values: Tensor) -> None:
-    """Add all rows in float64, where the order of clients does not matter."""
-    # torch first makes a float64 copy of what it sums: on a CPU one that fits into a cache.
-    width = _CACHED if total.device.type == "cpu" else len(total)
-    for part, rows in zip(torch.split(total, width), torch.split(values, width, dim=1), strict=True):
-        part += rows.sum(0, dtype=torch.float64)
+def _plain_sum(blocks: Iterable[Bounded], release: Release) -> Tensor:
+    total = torch.zeros(release.dimension, dtype=torch.float64, device=release.device)
+    for block in blocks:
+        total += demand_bound(block, release).sum(0, dtype=torch.float64)
+    return total

@@ -21,7 +21,7 @@ from torch import Tensor
 from fedblur.clipping import Bounded
 from fedblur.errors import ConfigError, PrivacyError, RoundAborted
 from fedblur.events import Event
-from fedblur.mechanisms.base import Conditions, Release, demand_bound
+from fedblur.mechanisms.base import Conditions, Noise, Release, demand_bound
 from fedblur.mechanisms.coins import Coins
 from fedblur.mechanisms.grid import Grid, fit_grid, noise_room, round_within
 from fedblur.mechanisms.hadamard import Rotation
@@ -195,13 +195,18 @@ class SecureSum:
             whole += self._shares(numbers, grid, release, rng)
         return grid.wrap(whole)
 
-    def release(self, total: Tensor, release: Release, rng: Rng) -> Tensor:
+    def draw(self, release: Release, rng: Rng) -> Noise:
+        """Of the whole noise, in whole numbers; none where clients add it in shares and at least one came."""
+        grid, padded = self._grid_of(release), self.rotation.padded
+        if self.part.mode == "exact" and release.cohort:  # an empty cohort is noisy too
+            return lambda: torch.zeros(padded, dtype=torch.int64, device=release.device)
+        coins = Coins(rng.child("noise"), release.device)
+        return lambda: self.part.draw(grid.noise_steps, padded, coins)
+
+    def release(self, total: Tensor, release: Release, noise: Tensor) -> Tensor:
         """The noisy sum, [d] float32."""
         grid, rotation = self._grid_of(release), self.rotation
-        if self.part.mode == "fast" or release.cohort == 0:  # an empty cohort is noisy too
-            coins = Coins(rng.child("noise"), release.device)
-            total = total + self.part.draw(grid.noise_steps, rotation.padded, coins)
-        values = grid.wrap(total).double() * grid.step(release.clip_norm)
+        values = grid.wrap(total + noise).double() * grid.step(release.clip_norm)
         signs = rotation.signs(release.round_, release.device)
         return rotation.inverse(values[None], signs)[0].float()
 

@@ -32,7 +32,7 @@ from fedblur.voting.release import UNANSWERED, release_labels
 from fedblur.voting.setup import Election, prepare
 from fedblur.voting.student import Course, Lessons, Student
 from fedblur.voting.summary import summarise
-from fedblur.voting.tally import Tally
+from fedblur.voting.tally import VOTE_STEP, Tally
 
 _TICKS = 20  # a stage reports, and saves, about so many times
 
@@ -125,7 +125,7 @@ class _Office:
         checkpoint, _ = load_newest(self.local_only)
         self.seconds = checkpoint.state["seconds"]
         kept = {name: tensor.to(election.device) for name, tensor in checkpoint.tensors.items()}
-        return Tally(kept["counts"], kept["accuracies"]), kept.get("labels")
+        return Tally(_whole(kept["counts"]), kept["accuracies"]), kept.get("labels")
 
     def _keep(self, tally: Tally, labels: Tensor | None) -> None:
         self.local_only.mkdir(mode=0o700, exist_ok=True)
@@ -202,6 +202,11 @@ class _Office:
         return Run(self.folder.path, summary, election.module.eval(), rows)
 
 
+def _whole(counts: Tensor) -> Tensor:
+    """Counts as they are now; version 0.1 kept them as floats, in votes."""
+    return (counts / VOTE_STEP).trunc().long() if counts.is_floating_point() else counts
+
+
 def local_figures(tally: Tally, labels: Tensor) -> dict[str, Any]:
     """What only a simulation may look at: how good the voters are, and what the noise did to their plurality."""
     answered = labels != UNANSWERED
@@ -211,7 +216,8 @@ def local_figures(tally: Tally, labels: Tensor) -> dict[str, Any]:
     return {
         "teacher_accuracy_quartiles": torch.quantile(tally.accuracies, quarters).tolist(),
         "labels_equal_plurality": float(agree.mean()) if len(agree) else None,
-        "median_margin": float((top[:, 0] - top[:, -1]).median()),  # votes between the first and the second class
+        # votes between the first and the second class
+        "median_margin": float((top[:, 0] - top[:, -1]).median()) * VOTE_STEP,
         "answered": int(answered.sum()),
         "clipped_share": None,
     }

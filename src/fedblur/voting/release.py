@@ -4,6 +4,9 @@ One client moves the counts of a query by at most 1 in l2 norm, so Q answers wit
 with μ = √Q/σ_v, and its epsilon is exact (Balle and Wang 2018): δ = Φ(μ/2 − ε/μ) − e^ε·Φ(−μ/2 − ε/μ). A check of
 agreement looks at the largest count, which moves by at most 1 too: C checks with noise σ₁ add C/σ₁² to μ². All checks
 come first; the answers then go to the first samples that passed, at most Q, so both numbers are fixed in advance.
+
+Counts are whole numbers of `VOTE_STEP` and noise is a rounded Gaussian on the same grid, so this holds in the
+arithmetic that runs (docs/exact-noise.md). What is compared, a largest count or a threshold, is post-processing.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ from torch import Tensor
 
 from fedblur.accounting import Accountant, PrivacyPlan, make_plan
 from fedblur.events import Event, Votes
+from fedblur.mechanisms import rounded_gaussian
 from fedblur.rng import Rng
 from fedblur.sampling import FullSampler
+from fedblur.voting.tally import VOTE_STEP
 
 UNANSWERED = -1
 
@@ -78,11 +83,13 @@ def release_labels(counts: Tensor, event: Votes, threshold: float, rng: Rng) -> 
     if not event.checks:
         return labels
     agreement = _noisy(counts.amax(1, keepdim=True), event.check_noise_std, rng.child("checks"))[:, 0]
-    passed = agreement >= threshold
+    passed = agreement * VOTE_STEP >= threshold
     answered = passed & (torch.cumsum(passed, 0) <= event.queries)
     return torch.where(answered, labels, UNANSWERED)
 
 
 def _noisy(counts: Tensor, noise_std: float, rng: Rng) -> Tensor:
-    noise = rng.normal(counts.numel(), counts.device).view(counts.shape)
-    return counts + noise_std * noise.double()
+    """The counts, [rows, columns] on the grid of votes, with rounded Gaussian noise: whole numbers, int64."""
+    scale = noise_std / VOTE_STEP * (1 + 2.0**-50)
+    noise = torch.from_numpy(rounded_gaussian.draw(scale, counts.numel(), rng.keystream()))
+    return counts + noise.view(counts.shape).to(counts.device)

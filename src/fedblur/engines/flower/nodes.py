@@ -106,10 +106,7 @@ class CentralNodes(Nodes):
 
     def __init__(self, exchange: Exchange, roster: Roster, config: Config) -> None:
         super().__init__(exchange, roster, config)
-        if (
-            getattr(config.mechanism, "placement", "server") != "server"
-            or getattr(config.mechanism, "mode", "fast") != "fast"
-        ):
+        if getattr(config.mechanism, "mode", "fast") != "fast":
             raise ConfigError(
                 'trust = "central" adds the noise on the server, but the mechanism splits it into shares of clients; '
                 'set mechanism = "gaussian" or trust = "secure-sum"'

@@ -1,0 +1,76 @@
+"""From float messages to whole numbers: the public grid on which clients' messages are summed and noise is added.
+
+In: Bounded messages, and what is public about the round. Out: whole numbers whose l2 norm, times the grid's step, is at
+most the messages' bound.
+
+The step γ is a power of two, chosen from public constants alone: S, σ and d. So v/γ is exact in floating point,
+rounding it towards zero is exact, and no coordinate grows: ‖trunc(v/γ)‖·γ ≤ ‖v‖ ≤ bound, in real arithmetic. A block's
+sum stays below 2^53 steps, so float64 adds it without rounding; blocks are added as int64. So the sum is the same for
+every order of clients, block, worker and rank. Should a sum leave int64, it wraps: that is a function of the exact sum.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedblur.errors import PrivacyError
+from fedblur.mechanisms.base import Release
+
+_FINE = 20  # bits that an even update's coordinates, S/√d, have on the grid: rounding costs a share of 2^-20 of them
+_SMALL, _LARGE = 20, 32  # bits of the noise's standard deviation on the grid: at least, at most
+_STEPS = 2.0**41  # the longest message, in steps, so that
+_ROWS = 2**11  # this many of them add up to less than 2^53
+_RANGE = 120  # γ stays within 2^±120: float32 holds every v/γ
+_CACHED = 2**15  # coordinates that are summed at once
+
+
+@dataclass(frozen=True)
+class FixedPoint:
+    """A grid of multiples of `step`."""
+
+    step: float  # γ, a power of two
+
+    @classmethod
+    def of(cls, release: Release) -> FixedPoint:
+        """Choose the grid of a round, fine against both one client's typical coordinate and the noise.
+
+        clip_norm = inf                      refused: there is no grid for messages without a bound
+        """
+        if not 0 < release.clip_norm < math.inf:
+            raise PrivacyError(f"clip_norm={release.clip_norm} must be above 0 and finite: it sets the grid")
+        exponent = math.floor(math.log2(release.clip_norm) - math.log2(release.dimension) / 2) - _FINE
+        if release.noise_std > 0:
+            noise = math.floor(math.log2(release.noise_std))
+            exponent = max(min(exponent, noise - _SMALL), noise - _LARGE)
+        step = math.ldexp(1.0, exponent)
+        if release.clip_norm > _STEPS * step:
+            raise PrivacyError(
+                f"a message of {release.dimension:,} coordinates needs more than 2^41 grid steps to its clip norm "
+                f"at noise_std={release.noise_std:g}; use more noise or a smaller model"
+            )
+        if abs(exponent) > _RANGE:
+            raise PrivacyError(
+                f"clip_norm={release.clip_norm:g} needs a grid of step 2^{exponent}, which float32 cannot hold; "
+                "scale the loss so that updates are nearer to 1"
+            )
+        return cls(step)
+
+    def scale(self, noise_std: float) -> float:
+        """The noise's standard deviation in steps: at least the exact quotient."""
+        return noise_std / self.step * (1 + 2.0**-50)  # σ·S was rounded, by 2^-53
+
+    def add_rows(self, total: Tensor, values: Tensor) -> None:
+        """Add all rows, [rows, d] float, to the whole numbers of `total`, [d] int64."""
+        width = _CACHED if total.device.type == "cpu" else len(total)  # on a CPU, what fits into a cache
+        for some in torch.split(values, _ROWS):
+            for part, rows in zip(torch.split(total, width), torch.split(some, width, dim=1), strict=True):
+                whole = (rows * (1 / self.step)).trunc_()  # towards zero: no norm grows
+                part += whole.sum(0, dtype=torch.float64).long()
+
+    def values(self, whole: Tensor) -> Tensor:
+        """What the whole numbers stand for, float32. Post-processing: use it on noisy sums only."""
+        return (whole.double() * self.step).float()
