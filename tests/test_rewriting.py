@@ -102,7 +102,7 @@ def test_traced__a_rewritten_graph_with_other_bits_is_not_used(monkeypatch) -> N
                 node.target = torch.ops.aten.sub.Tensor
 
     monkeypatch.setattr(fedblur.tracing, "add_in_products", wrong)
-    function = Traced(lambda a, b: [a + b], first=0)
+    function = Traced(lambda a, b: [a + b])
     assert torch.equal(function(torch.ones(3), torch.zeros(3))[0], torch.ones(3))  # a − 0 would look the same here
     assert torch.equal(function(torch.ones(3), torch.ones(3))[0], torch.full((3,), 2.0))
 

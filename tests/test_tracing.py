@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fedblur import tracing
 from fedblur.batches import Work
 from fedblur.client import LocalProgram, Steps, batched_step, local_update, many_clients, run_steps
 from fedblur.config import LocalTraining
@@ -29,8 +30,8 @@ def dense() -> nn.Module:
 
 def steps_of(job):
     program = LocalProgram(job.forward, job.layout, job.local, job.methods)
-    plain, step = many_clients(program), Traced(batched_step(program), first=0)
-    return plain, Steps(partial(run_steps, step, job.local), Traced(plain.score, first=0), plain.shape)
+    plain, step = many_clients(program), Traced(batched_step(program))
+    return plain, Steps(partial(run_steps, step, job.local), Traced(plain.score), plain.shape)
 
 
 @pytest.mark.parametrize("make", [dense, SmallCnn])
@@ -45,12 +46,29 @@ def test_traced__steps_are_untraced_ones_bit_for_bit(make, methods) -> None:
     assert len(traced.train.args[0].graphs) == 1  # step number, clip norm and seeds are tensors
 
 
-def test_traced__shapes_that_come_seldom_are_not_traced() -> None:
-    function = Traced(lambda a: {"twice": 2 * a}, first=2)
-    for size, calls in ((1, 3), (2, 4), (3, 1)):
-        for _ in range(calls):
-            assert torch.equal(function(torch.ones(size))["twice"], torch.full((size,), 2.0))
-    assert len(function.graphs) == 1  # the second shape would need more calls than the first
+def test_traced__the_first_call_is_traced_so_no_count_of_calls_decides() -> None:
+    function = Traced(lambda a: {"twice": 2 * a})
+    for size in (1, 2, 2):
+        assert torch.equal(function(torch.ones(size))["twice"], torch.full((size,), 2.0))
+    assert len(function.graphs) == 2
+
+
+def test_traced__labels_do_not_decide_which_graph_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Tensor] = []
+    agree = tracing._agree
+
+    def spied(one, other, leaves):
+        def run(*values: torch.Tensor):
+            seen.extend(value for value in values if not value.is_floating_point())
+            return one(*values)
+
+        return agree(run, other, leaves)
+
+    monkeypatch.setattr(tracing, "_agree", spied)
+    labels = torch.tensor([3, 1])
+    Traced(lambda a, y: [a + a.gather(1, y[:, None])])(torch.ones(2, 4), labels)
+    assert seen
+    assert all(not bool(value.any()) for value in seen)
 
 
 def test_traced__threads_share_graphs() -> None:
@@ -82,7 +100,7 @@ def test_engine__traced_blocks_are_filled_up_and_give_the_same_clients() -> None
         [*LocalEngine(population, CPU, True, 64, how).map_clients(job, torch.arange(33), Seeded.root(0))]
         for how in ("plain", "traced")
     )
-    assert [len(block.norms) for block in other] == [33]  # one empty client filled it up to 34
+    assert [len(block.norms) for block in other] == [33]  # 31 empty clients filled it up
     assert torch.equal(one[0].bounded.value, other[0].bounded.value)
 
 

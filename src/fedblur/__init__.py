@@ -7,6 +7,7 @@ print(run.accuracy, run.epsilon)
 """
 
 import importlib
+import os
 import sys
 import types
 import typing
@@ -22,6 +23,10 @@ if typing.TYPE_CHECKING:
     from fedblur.report.statement import Statement, write_statement
     from fedblur.setup import Machine
     from fedblur.train import Run, resume, train
+
+# A product of matrices must not round differently at another place in memory: one client would change the last bits of
+# the clients behind it (docs/isolation.md). Intel's library reads this before its first product.
+os.environ.setdefault("MKL_CBWR", "AUTO")
 
 # Imported at their first use: a node of a federation starts a process for each message, and most need no torch.
 _HOMES = {

@@ -4,6 +4,9 @@ Each local epoch is reshuffled, and epochs follow each other until there are Q s
 be smaller; a client with fewer samples than the batch size uses all of them in every step. A client's plan follows
 from its own seed by integer hashing, for all clients at once and on any device: it is the same in whatever block,
 process or machine the client runs.
+
+A batch is as wide as the configuration says, never as wide as a block's largest client: floating point rounds
+differently for other widths, so one client would change the last bits of all others (docs/isolation.md).
 """
 
 from __future__ import annotations
@@ -30,14 +33,23 @@ class Work:
     def __len__(self) -> int:
         return len(self.seeds)
 
+    def alone(self, client: int, size: int) -> Work:
+        """Return one client's work without padding, for an engine that trains clients one by one.
+
+        All shapes follow from the client's own number of samples.
+        """
+        batch = self.plan.shape[-1]
+        width = max(1, min(batch, size))
+        chunks = max(1, -(-size // batch))
+        return Work(self.plan[client, :, :width], self.samples[client, :chunks, :width], self.seeds[client])
+
 
 def plan_work(
     shard: Shard, ids: Tensor, steps: int, batch_size: int, rng: Rng, device: torch.device | None = None
 ) -> Work:
-    """The work of these clients; `ids` name their random streams."""
-    largest = int(shard.sizes.max())
+    """Return the work of these clients; `ids` name their random streams."""
+    largest, width = int(shard.sizes.max()), batch_size
     smallest = int(torch.where(shard.sizes > 0, shard.sizes, largest).min())  # clients that only fill a block need none
-    width = max(1, min(batch_size, largest))
     epochs = -(-steps // max(1, -(-smallest // width)))  # of the client that has the fewest batches in one
     seeds = torch.tensor(rng.seeds("client", ids.tolist()), dtype=torch.int64).to(device)
     sizes, starts = shard.sizes.to(device)[:, None, None], shard.starts.to(device)[:, None, None]

@@ -239,23 +239,40 @@ def local_update(job: ClientJob, steps: Steps, shard: Shard, work: Work) -> Trai
 
 
 def _score_gradient(job: ClientJob, steps: Steps, delta: Params, shard: Shard, chunks: Tensor) -> tuple[Params, Tensor]:
-    """Σ ∇f at the end point and over how many samples; chunk by chunk to save memory."""
+    """Return Σ ∇f at the end point and over how many samples; chunk by chunk to save memory.
+
+    How many chunks there are depends on the block's largest client. A chunk in which a client has no samples leaves
+    that client's sum as it is, to the bit.
+    """
     total: Params | None = None
-    for batch in read_batches(shard.x, shard.y, chunks):
+    present = (chunks >= 0).any(-1)  # [*clients, chunks]
+    for which, batch in enumerate(read_batches(shard.x, shard.y, chunks)):
         part = steps.score(job.start, delta, batch)
-        total = part if total is None else _add(total, part)
+        total = part if total is None else _add_where(present[..., which], total, part)
     assert total is not None
     return total, (chunks >= 0).sum((-1, -2)).clamp(min=1)
 
 
 def train_block(job: ClientJob, shard: Shard, work: Work, vectorise: bool, how: How = "plain") -> Block:
-    """`local_update` for a block of clients, all at once or one after another, then the clip."""
+    """Run `local_update` for a block of clients, all at once or one after another, then clip."""
     program = LocalProgram(job.forward, job.layout, job.local, job.methods)
     if vectorise:
         return clip_block(local_update(job, many_clients(program, how), shard, work), job)
     rows = zip(work.plan, work.samples, work.seeds, strict=True)
-    each = [local_update(job, one_client(program), shard, Work(*row)) for row in rows]
-    return clip_block(Trained(*map(torch.stack, zip(*each, strict=True))), job)
+    return join_blocks([train_alone(job, one_client(program), shard, Work(*row)) for row in rows])
+
+
+def train_alone(job: ClientJob, steps: Steps, shard: Shard, work: Work) -> Block:
+    """Train one client from the first step to the clip: a block of one."""
+    trained = local_update(job, steps, shard, work)
+    return clip_block(Trained(trained.update[None], trained.trained_norm[None]), job)
+
+
+def join_blocks(blocks: list[Block]) -> Block:
+    """Put blocks together, in their order."""
+    bounded = Bounded(torch.cat([block.bounded.value for block in blocks]), blocks[0].bounded.l2_bound)
+    norms = [torch.cat([getattr(block, name) for block in blocks]) for name in ("trained_norms", "norms")]
+    return Block(bounded, *norms)
 
 
 def _pulled_back(logits_of: Callable[[Params], Tensor], theta: Params, slope_at: Callable[[Tensor], Tensor]) -> Params:
@@ -283,6 +300,16 @@ def _repeated(tensor: Tensor, times: int) -> Tensor:
 
 def _add(a: Params, b: Params, scale: float = 1.0) -> Params:
     return {name: torch.add(a[name], b[name], alpha=scale) for name in a}
+
+
+def _add_where(chosen: Tensor, a: Params, b: Params) -> Params:
+    """a + b for the clients that are chosen, a for the others."""
+    added = _add(a, b)
+    lead, ones = chosen.shape, chosen.dim()
+    return {
+        name: torch.where(chosen.view(*lead, *[1] * (tensor.dim() - ones)), added[name], tensor)
+        for name, tensor in a.items()
+    }
 
 
 def _add_to(a: Params, b: Params) -> Params:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,11 +21,12 @@ from fedblur.client import ClientJob
 from fedblur.config import Config, config_hash
 from fedblur.data.federation import load_federation
 from fedblur.data.population import Federation, Samples
-from fedblur.engines import Alone, Choice, Processes, choose_engine
+from fedblur.engines import Alone, Choice, Engine, LocalEngine, Processes, WorkerEngine, choose_engine
 from fedblur.engines.distributed import Ranks, own_device
+from fedblur.engines.isolation import clients_interfere
 from fedblur.engines.local import EngineName
 from fedblur.engines.timing import Work, timed_choice
-from fedblur.errors import ConfigError
+from fedblur.errors import ConfigError, PrivacyError
 from fedblur.fitting import check_fit
 from fedblur.functional import Layout, ModuleFunction, as_function, check_model, initial_vector
 from fedblur.ledger import Budget, ForeignLedger, Ledger
@@ -142,11 +144,22 @@ def prepare(
     )  # fmt: skip
     work = Work(job, trained, shape, classes, plan.expected_cohort, config.rounds)
     choice = _choice(work, machine, device, processes)
-    steps = config.rounds * config.local.steps
+    engine: Engine
+    if processes.engine is not None:
+        engine = processes.engine
+    else:
+        engine = _engine(work, data, trained, device, choice, plan, processes.world)
+        if rng.private and plan.noise_multiplier > 0 and _interfere(engine, work, data):
+            if machine.engine != "auto":
+                raise PrivacyError(
+                    f"engine={machine.engine!r} is not private here: on this machine one client's update of this model "
+                    "changes others in their last bits; use --engine sequential"
+                )
+            choice = Choice("sequential", "vectorised lets clients of this model change each other's last bits")
+            engine = _engine(work, data, trained, device, choice, plan, processes.world)
     protocol = Protocol(
         plan=plan,
-        engine=processes.engine
-        or choose_engine(data.train, trained, layout.total, device, choice.kind, steps, plan.expected_cohort),
+        engine=engine,
         mechanism=mechanism_for(config, plan.sampler, layout.total),
         server=config.server,
         averaging=config.averaging,
@@ -167,6 +180,22 @@ def prepare(
     processes.ready(data.train, layout.total)
     words = processes.describe(f"{protocol.engine}{choice.why and f' ({choice.why})'}, {'bf16' if half else 'fp32'}")
     return Setup(config, data, module, initial.to(device), protocol, rng, held_out(config, data), words, choice)
+
+
+def _engine(
+    work: Work, data: Federation, module: nn.Module, device: torch.device, choice: Choice, plan: PrivacyPlan, world: int
+) -> LocalEngine | WorkerEngine:
+    """Make the engine of this choice, its blocks as large as one process's part of a cohort wants them."""
+    cohort, spread = plan.expected_cohort / world, plan.sampler.cohort_spread / math.sqrt(world)
+    steps = work.rounds * work.job.local.steps
+    return choose_engine(
+        data.train, module, work.job.layout.total, device, choice.kind, steps=steps, cohort=cohort, spread=spread
+    )
+
+
+def _interfere(engine: LocalEngine | WorkerEngine, work: Work, data: Federation) -> bool:
+    """Whether one client's message changes with who shares its block; a worker trains each client alone."""
+    return isinstance(engine, LocalEngine) and clients_interfere(engine, work.job, data.test.x[:0], work.classes)
 
 
 def _choice(work: Work, machine: Machine, device: torch.device, processes: Processes) -> Choice:

@@ -1,5 +1,8 @@
 """Functions that are called thousands of times on tensors of the same shapes: run once under a tracer, then replayed.
 
+The trace is made at the first call. When it is made, and whether its rewritten form is used, depends on shapes alone:
+neither a client's data nor the size of a cohort can choose between two ways to compute.
+
 What is replayed is the flat list of operators that the function called, less those that change nothing: on small models
 most of a local step's time is not arithmetic but `vmap`, `vjp` and Python between the operators. The operators and
 their order are the same, so the result is the same, bit for bit, whether and whenever a function is traced. Where
@@ -38,7 +41,6 @@ _DIRECT = {  # the same operators, called without a look at their schema: half a
     _aten.baddbmm_.default: Tensor.baddbmm_, _aten.addcmul_.default: Tensor.addcmul_,
     _aten.scatter_add_.default: Tensor.scatter_add_,
 }  # fmt: skip
-_FIRST, _LATER = 8, 128  # calls with the same shapes before these are traced: a trace takes as long as ~100 calls
 _MOST = 128  # graphs that are kept
 _COMPARED = 20_000  # numbers on which two graphs are compared, at least
 
@@ -47,13 +49,11 @@ _untraced = Lock()  # a module as a function holds its tensors for a moment: two
 
 
 class Traced:
-    """A pure function of tensors. It is traced for shapes that keep coming: the more graphs there are, the later."""
+    """A pure function of tensors, traced once for each combination of shapes."""
 
-    def __init__(self, function: Callable[..., Any], first: int = _FIRST, given: tuple[int, ...] = ()) -> None:
+    def __init__(self, function: Callable[..., Any], given: tuple[int, ...] = ()) -> None:
         self.function = function
-        self.first = first
         self.given = given  # arguments that callers do not read again: the result may take their memory
-        self.calls: dict[Any, int] = {}
         self.graphs: dict[Any, Replay] = {}
 
     def __call__(self, *arguments: Any) -> Any:
@@ -62,10 +62,8 @@ class Traced:
         graph = self.graphs.get(key)
         if graph is not None:
             return graph(*leaves)
-        self.calls[key] = self.calls.get(key, 0) + 1
-        worth = self.calls[key] > min(_LATER, self.first << len(self.graphs)) and len(self.graphs) < _MOST
         with _untraced:
-            if not worth:
+            if len(self.graphs) >= _MOST:
                 return self.function(*arguments)
             if key not in self.graphs:
                 self.graphs[key] = _trace(self.function, arguments, leaves, self.given)
@@ -121,11 +119,15 @@ def _positions(arguments: tuple[Any, ...], chosen: tuple[int, ...]) -> set[int]:
 
 
 def _agree(one: Replay, other: Replay, leaves: list[Tensor]) -> bool:
-    """Whether two graphs give the same bits on random numbers: at the first step Δ is 0, which would show nothing."""
+    """Whether two graphs give the same bits on random numbers: at the first step Δ is 0, which would show nothing.
+
+    Whole numbers (labels, seeds) are replaced by 0, so that the answer depends on nobody's data.
+    """
     generator = torch.Generator().manual_seed(0)
     for _ in range(1 + _COMPARED // max(1, sum(leaf.numel() for leaf in leaves))):
         made_up = [
-            torch.empty_like(leaf).normal_(generator=generator) if leaf.is_floating_point() else leaf for leaf in leaves
+            torch.empty_like(leaf).normal_(generator=generator) if leaf.is_floating_point() else torch.zeros_like(leaf)
+            for leaf in leaves
         ]
         results = one(*made_up), other(*(leaf.clone() for leaf in made_up))
         pairs = zip(*map(pytree.tree_leaves, results), strict=True)

@@ -7,34 +7,45 @@ import torch
 
 from fedblur.config import LocalTraining
 from fedblur.engines import LocalEngine, local
-from fedblur.engines.choice import block_sizes, even_blocks
+from fedblur.engines.choice import even_blocks
 from fedblur.errors import ModelError
 from fedblur.rng import Seeded
 from tests.worlds import SmallCnn, job_for, packed
 
 
-def test_blocks__filling_up_changes_no_update() -> None:
+def test_blocks__are_always_full_of_one_shape_and_empty_clients_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     job, population = job_for(SmallCnn(), local=LocalTraining(steps=2, batch_size=4)), packed([3, 5, 8])
-    ids, rng = torch.arange(3), Seeded.root(0)
-    plain, filled = (
-        list(LocalEngine(population, torch.device("cpu"), True, 16, "plain", sizes).map_clients(job, ids, rng))
-        for sizes in ((), (2, 8))
-    )
-    assert [len(block.bounded.value) for block in filled] == [3]
-    torch.testing.assert_close(filled[0].bounded.value, plain[0].bounded.value)
+    ids, rng, shapes = torch.arange(3), Seeded.root(0), []
+    train = local.train_block
+
+    def seen(job: Any, shard: Any, work: Any, *how: Any) -> Any:
+        shapes.append(work.plan.shape)
+        return train(job, shard, work, *how)
+
+    monkeypatch.setattr(local, "train_block", seen)
+    rows = []
+    for size in (2, 3, 16):
+        blocks = LocalEngine(population, torch.device("cpu"), True, size).map_clients(job, ids, rng)
+        rows.append(torch.cat([block.bounded.value for block in blocks]))
+    assert shapes == [(2, 2, 4), (2, 2, 4), (3, 2, 4), (16, 2, 4)]
+    assert torch.equal(rows[0], rows[1])
+    assert torch.equal(rows[0], rows[2])
 
 
 @pytest.mark.parametrize(
-    ("largest", "cohort", "block"), [(182, 300.0, 160), (182, 136.0, 182), (182, 170.0, 96), (7, 0.0, 7), (3, 100.0, 3)]
+    ("largest", "cohort", "spread", "grain", "block"),
+    [
+        (182, 300.0, 16.0, 8, 168),
+        (182, 136.0, 11.4, 8, 160),
+        (256, 100.0, 0.0, 32, 128),
+        (256, 4.0, 0.0, 32, 32),
+        (256, 300.0, 0.0, 32, 160),
+        (7, 0.2, 0.0, 8, 7),
+        (3, 100.0, 9.0, 32, 3),
+    ],
 )
-def test_even_blocks__share_a_cohort_out_within_memory(largest: int, cohort: float, block: int) -> None:
-    assert even_blocks(largest, cohort) == block
-
-
-def test_block_sizes__cover_nearly_all_poisson_cohorts_with_two() -> None:
-    small, large = block_sizes(2048, 136.0)
-    assert (small, large) == (152, 184)
-    assert block_sizes(100, 136.0) == (100,)  # memory allows no more: all blocks but the last are full
+def test_even_blocks__share_a_cohort_out_within_memory(largest, cohort, spread, grain, block) -> None:
+    assert even_blocks(largest, cohort, spread, grain) == block
 
 
 def short_of_memory(monkeypatch: pytest.MonkeyPatch, room: int, recorded: bool) -> list[int]:
@@ -67,7 +78,8 @@ def test_blocks__are_halved_where_memory_runs_out_and_every_client_counts_once(
     blocks = list(engine.map_clients(job, ids, rng))
     torch.testing.assert_close(torch.cat([block.bounded.value for block in blocks]), plain.bounded.value)
     assert [len(block.bounded.value) for block in blocks] == [2, 2, 2, 2, 2, 1]
-    assert tried == ([11] if recorded else []) + [11, 5, 2, 2, 2, 2, 2, 1]  # recordings are let go once, then halves
+    # recordings are let go once, then the block is halved; it is full of empty clients to begin with, and at the end
+    assert tried == ([16] if recorded else []) + [16, 8, 4, 2, 2, 2, 2, 2, 2]
     assert engine.block_size == 2
 
 

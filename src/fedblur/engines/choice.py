@@ -24,6 +24,9 @@ KINDS: tuple[Kind, Kind] = ("vectorised", "sequential")
 _CPU_BYTES = 512 * 2**20  # weights, gradients and temporaries of a block on a CPU
 _CPU_BLOCK = 256  # clients: more of them share little more overhead, and fall out of the caches
 _TRACED = 1000  # steps of a run on a CPU from which tracing one, which takes about 0.2 s, pays for itself
+# A block's size is a multiple of this. On a CPU torch computes a tensor 32 numbers at a time and the rest one by one,
+# with other formulas (sigmoid, GELU); without a rest a client's place in a block does not matter. GPUs' kernels like 8.
+_CPU_GRAIN, _GPU_GRAIN = 32, 8
 _COMPILED = 2000  # steps of a run on a GPU: compiling takes half a minute
 
 
@@ -50,21 +53,27 @@ def choose_engine(
     name: EngineName = "auto",
     steps: int = 0,
     cohort: float = 0.0,
+    spread: float = 0.0,
 ) -> LocalEngine | WorkerEngine:
-    """The engine of this name, or by the rule. `steps`: of the whole run; `cohort`: its expected size."""
+    """Return the engine of this name, or by the rule.
+
+    `steps`: of the whole run. `cohort` and `spread`: mean and deviation of a cohort's size, 0 for the whole population.
+    """
+    cohort, spread = (cohort, spread) if cohort else (float(population.clients), 0.0)
+    everyone = max(1, population.clients)
     kind = rule(module, device) if name == "auto" else name
     vectorise = kind == "vectorised"
     if device.type == "cuda":
         compiled = vectorise and steps >= _COMPILED
-        block = even_blocks(_gpu_block(dimension, device), cohort)
-        sizes = block_sizes(block, cohort) if compiled else ()
-        return LocalEngine(population.to(device), device, vectorise, block, "compiled" if compiled else "plain", sizes)
+        block = even_blocks(_gpu_block(dimension, device), min(cohort, everyone), spread, _GPU_GRAIN)
+        return LocalEngine(population.to(device), device, vectorise, block, "compiled" if compiled else "plain")
     keep_freed_memory()
     copies = max(1, _CPU_BYTES // (dimension * 4 * 8))  # 8: Δ, θ, gradients, ...
     if not vectorise:
         return WorkerEngine(population, min(16, copies))
     how: How = "traced" if steps >= _TRACED else "plain"
-    return LocalEngine(population.to(device), device, vectorise, min(_CPU_BLOCK, copies), how)
+    block = even_blocks(min(_CPU_BLOCK, copies), min(cohort, everyone), spread, _CPU_GRAIN)
+    return LocalEngine(population.to(device), device, vectorise, block, how)
 
 
 def _gpu_block(dimension: int, device: torch.device) -> int:
@@ -73,13 +82,14 @@ def _gpu_block(dimension: int, device: torch.device) -> int:
     return max(1, min(2048, int(0.7 * free) // (dimension * 4 * 12)))
 
 
-def even_blocks(largest: int, cohort: float) -> int:
-    """The size of a block where a cohort needs several: alike, or the last would be mostly empty clients."""
-    usual = cohort + math.sqrt(cohort)
-    return largest if usual <= largest else min(largest, 8 * math.ceil(usual / math.ceil(usual / largest) / 8))
+def even_blocks(largest: int, cohort: float, spread: float, grain: int) -> int:
+    """Return the size of a block that shares a cohort out evenly: nearly all cohorts (two deviations) fit into so many.
 
-
-def block_sizes(block: int, cohort: float) -> tuple[int, ...]:
-    """What compiled blocks are filled up to: a Poisson cohort's size and one or four standard deviations, at most."""
-    spread = math.sqrt(cohort)
-    return tuple(sorted({min(block, 8 * math.ceil((cohort + k * spread) / 8)) for k in (1, 4)}))
+    It follows from public numbers alone, and is a multiple of `grain` unless memory holds fewer clients than that.
+    Blocks are always full, so empty clients are what a larger one costs.
+    """
+    if largest < grain:
+        return largest
+    most = largest // grain
+    needed = max(1, math.ceil((cohort + 2 * spread) / grain))  # grains of a cohort
+    return grain * math.ceil(needed / math.ceil(needed / most))

@@ -1,7 +1,9 @@
 """One device: a block of clients at once under `vmap`, or one client after another in the calling thread.
 
-Blocks are as large as memory allows: when it runs out, the block is halved and the work goes on. Where code is
-compiled or traced, a block is filled up with empty clients, so that the code meets few different sizes.
+A block has one shape, known before any data are: so many clients, batches so wide. One that has too few clients is
+filled up with empty ones. So no client can change what another one computes, not even in the last bit, and compiled
+code meets one size only. When memory runs out, the block is halved and the work goes on; what a client computes was the
+same to the bit for every size of a block that we tried (docs/isolation.md).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fedblur.batches import plan_work
+from fedblur.batches import Work, plan_work
 from fedblur.capturing import forget_recordings
 from fedblur.client import Block, ClientJob, How, train_block
 from fedblur.clipping import Bounded
@@ -37,14 +39,12 @@ class LocalEngine:
         vectorise: bool,
         block_size: int,
         how: How = "plain",
-        sizes: tuple[int, ...] = (),
     ) -> None:
         self.population = population
         self.device = device
         self.vectorise = vectorise
         self.block_size = block_size
         self.how = how
-        self.sizes = sizes
 
     def __repr__(self) -> str:
         kind = "vectorised" if self.vectorise else "sequential"
@@ -62,44 +62,46 @@ class LocalEngine:
             try:
                 block = self._train(job, shard, ids, chosen, rng)
             except torch.OutOfMemoryError as error:
-                if not self._made_room(len(chosen), cramped):
-                    raise ModelError(
-                        f"one client's local training does not fit into the memory of {self.device}: "
-                        "use a smaller local.batch_size, a smaller model, or --device cpu"
-                    ) from error
+                self.make_room(cramped, error)
                 cramped = True
                 continue
             yield block
             cramped = False
             waiting = waiting[len(chosen) :]
 
-    def _made_room(self, clients: int, cramped: bool) -> bool:
-        """Recorded steps are let go first; where that did not help or there are none, the block is halved, down to one
-        client. The same block records its steps again: to let those go again and again would never end."""
+    def make_room(self, cramped: bool, error: torch.OutOfMemoryError) -> None:
+        """Free memory after it ran out; a ModelError where a block of one client does not fit.
+
+        Recorded steps are let go first; where that did not help or there are none, the block is halved. The same block
+        records its steps again: to let those go again and again would never end.
+        """
         if not forget_recordings() or cramped:
-            if clients == 1:
-                return False
-            self.block_size = clients // 2
+            if self.block_size == 1:
+                raise ModelError(
+                    f"one client's local training does not fit into the memory of {self.device}: "
+                    "use a smaller local.batch_size, a smaller model, or --device cpu"
+                ) from error
+            self.block_size //= 2
         torch.cuda.empty_cache()
-        return True
 
     def _train(self, job: ClientJob, shard: Shard, ids: Tensor, chosen: Tensor, rng: Rng) -> Block:
-        fill = self._filled(len(chosen)) - len(chosen)
+        fill = self.block_size - len(chosen) if self.vectorise else 0
         part = Shard(shard.x, shard.y, pad(shard.starts[chosen], (0, fill)), pad(shard.sizes[chosen], (0, fill)))
         names = pad(ids[chosen], (0, fill), value=-1)
         work = plan_work(part, names, job.local.steps, job.local.batch_size, rng, self.device)
-        block = train_block(job, part, work, self.vectorise, self.how)
+        block = self.train(job, part, work)
         return _first(block, len(chosen)) if fill else block
 
-    def _filled(self, clients: int) -> int:
-        if self.how == "traced":
-            return clients + -clients % _grain(clients)
-        return next((size for size in self.sizes if size >= clients), clients)
-
-
-def _grain(clients: int) -> int:
-    """Traced code is made for each size of a block: sizes are rounded up by 6 % at most, so that they come again."""
-    return 1 << max(0, clients.bit_length() - 5)
+    def train(self, job: ClientJob, shard: Shard, work: Work) -> Block:
+        """Train one block. On a CPU in one thread: several would cut tensors in the middle of a client."""
+        before = torch.get_num_threads()
+        if self.device.type == "cpu":
+            torch.set_num_threads(1)
+        try:
+            return train_block(job, shard, work, self.vectorise, self.how)
+        finally:
+            if self.device.type == "cpu":
+                torch.set_num_threads(before)
 
 
 def _first(block: Block, count: int) -> Block:

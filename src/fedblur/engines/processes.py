@@ -39,6 +39,11 @@ class Processes(Protocol):
         ...
 
     @property
+    def world(self) -> int:
+        """How many processes share a cohort."""
+        ...
+
+    @property
     def engine(self) -> Engine | None:
         """Where this process's clients run; None: the engine that suits its device."""
         ...
@@ -68,6 +73,7 @@ class Alone:
     """One process: its part is the whole cohort."""
 
     rank = 0
+    world = 1
     engine = None
 
     def ready(self, population: Population, parameters: int) -> None:

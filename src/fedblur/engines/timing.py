@@ -31,7 +31,7 @@ from fedblur.kernels import native
 from fedblur.rng import Seeded
 from fedblur.threads import usable_cores
 
-_FORMAT = 4  # part of the key: engines that became faster, or are timed in another way, are timed anew
+_FORMAT = 5  # part of the key: engines that became faster, or are timed in another way, are timed anew
 _FEWEST = 5_000  # client steps of a run; below, not even one step is timed
 _WORTH = 10.0  # seconds of estimated training; below, the rule decides
 _BUDGET = 1.0  # seconds for either way, after a warm-up
@@ -108,7 +108,7 @@ def _seconds(work: Work, device: torch.device, kind: Kind, clients: int) -> floa
     """Of one step of one client when `clients` made-up ones train as this run's do; the second time counts."""
     local = replace(work.job.local, steps=min(_STEPS, work.job.local.steps))
     population = _made_up(work, clients)
-    engine = choose_engine(population, work.module, work.job.layout.total, device, kind)
+    engine = choose_engine(population, work.module, work.job.layout.total, device, kind, cohort=clients)
     job, ids, took = replace(work.job, local=local), torch.arange(clients), 0.0
     for _ in range(2):
         began = time.perf_counter()

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from fedblur.batches import Work, plan_work
-from fedblur.client import Block, ClientJob, LocalProgram, Trained, clip_block, local_update, one_client
-from fedblur.clipping import Bounded
+from fedblur.client import Block, ClientJob, LocalProgram, join_blocks, one_client, train_alone
 from fedblur.data.population import Population, Shard
 from fedblur.engines.memory import return_freed_memory
 from fedblur.functional import Forward, ModuleFunction, Params
@@ -64,7 +63,7 @@ class WorkerEngine:
                 pool, train, self._works(job, shard, ids, rng), ahead=max(self.block_size, 2 * self.workers)
             )
             while block := list(islice(done, self.block_size)):
-                yield _joined(block)
+                yield join_blocks(block)
 
     def _works(self, job: ClientJob, shard: Shard, ids: Tensor, rng: Rng) -> Iterator[Work]:
         """Each client's work, without padding."""
@@ -74,17 +73,13 @@ class WorkerEngine:
             part = slice(first, first + _PLANNED)
             some = Shard(shard.x, shard.y, shard.starts[part], shard.sizes[part])
             work = plan_work(some, ids[part], job.local.steps, job.local.batch_size, rng, self.device)
-            for plan, samples, seed, size in zip(work.plan, work.samples, work.seeds, some.sizes.tolist(), strict=True):
-                width = max(1, min(plan.shape[-1], size))
-                chunks = max(1, -(-size // samples.shape[-1]))
-                yield Work(plan[:, :width], samples[:chunks, :width], seed)
+            for client, size in enumerate(some.sizes.tolist()):
+                yield work.alone(client, size)
 
 
 def train_client(job: ClientJob, shard: Shard, work: Work) -> Block:
-    """One client from the first step to the clip; `job` and what it yields are channels_last inside."""
-    steps = one_client(LocalProgram(job.forward, job.layout, job.local, job.methods))
-    trained = local_update(job, steps, shard, work)
-    return clip_block(Trained(trained.update[None], trained.trained_norm[None]), job)
+    """Train one client; `job` and what it yields are channels_last inside."""
+    return train_alone(job, one_client(LocalProgram(job.forward, job.layout, job.local, job.methods)), shard, work)
 
 
 def channels_last(tensor: Tensor) -> Tensor:
@@ -141,9 +136,3 @@ def _in_order(
         block = waiting.popleft().result()
         waiting.extend(pool.submit(train, work) for work in islice(works, 1))
         yield block
-
-
-def _joined(blocks: list[Block]) -> Block:
-    bounded = Bounded(torch.cat([block.bounded.value for block in blocks]), blocks[0].bounded.l2_bound)
-    norms = [torch.cat([getattr(block, name) for block in blocks]) for name in ("trained_norms", "norms")]
-    return Block(bounded, *norms)

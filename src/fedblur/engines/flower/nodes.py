@@ -40,6 +40,7 @@ class Nodes:
     """What both trust models share."""
 
     rank = 0
+    world = 1
     trust = ""
 
     def __init__(self, exchange: Exchange, roster: Roster, config: Config) -> None:
