@@ -1,0 +1,139 @@
+"""On a GPU: do clients touch each other, what does exact noise cost, and do the attacks stay at chance?
+
+    PYTHONPATH=src:. python benchmarks/gpu_isolation.py [--json FILE]
+
+For each family of models, plain and compiled, in fp32 and bf16: every other client's message with and without one
+client of 1 and of 150 samples, in blocks of three sizes, compared bit for bit, and one block run twice. Then a private
+round of CNN-B (136 clients × 30 steps × batch 64, bf16, compiled) beside a seeded one, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fedblur
+from fedblur.client import How
+from fedblur.config import LocalTraining
+from fedblur.data.population import Packed
+from fedblur.engines import LocalEngine
+from fedblur.models import make_model
+from fedblur.registry import build
+from fedblur.rng import Seeded
+from fedblur.round import run_round
+from fedblur.setup import Machine, prepare
+from tests.engines.neighbours import METHODS, messages, same_bits
+from tests.engines.test_isolation import FAMILIES
+from tests.worlds import job_for, packed
+
+CUDA = torch.device("cuda")
+BLOCKS = (8, 16, 40)
+
+
+def large(name: str) -> nn.Module:
+    return make_model(build("model", name), (1, 28, 28), 10, seed=0)
+
+
+def touched(module: nn.Module, half: bool, how: How, shape: tuple[int, ...], batch: int) -> dict[str, int]:
+    """Count messages of other clients that differ: with and without a target, by the block's size, and run again."""
+    found = {"compared": 0, "with and without": 0, "by block size": 0, "run twice": 0}
+    local = LocalTraining(steps=4, batch_size=batch, learning_rate=0.5)
+    job = job_for(module.to(CUDA), METHODS[1], 0.1, local)
+    job.forward.half = half  # type: ignore[attr-defined]
+    reference: dict[int, Tensor] = {}
+    for target in (1, 150):
+        population = packed([1, 3, 9, 1, 20, batch, target], shape).to(CUDA)
+        ids = torch.arange(7)
+        for block in BLOCKS:
+            engine = LocalEngine(population, CUDA, True, block, how)
+            whole, again, without = (
+                messages(engine, job, population, some, Seeded.root(3)) for some in (ids, ids, ids[:-1])
+            )
+            reference = reference or without
+            found["compared"] += len(without)
+            found["with and without"] += sum(not same_bits(row, whole[i]) for i, row in without.items())
+            found["run twice"] += sum(not same_bits(row, whole[i]) for i, row in again.items())
+            found["by block size"] += sum(not same_bits(row, reference[i]) for i, row in without.items())
+    return found
+
+
+def isolation() -> list[dict[str, Any]]:
+    rows = []
+    cases = [(name, make, (1, 8, 8), 8) for name, make in FAMILIES.items()]
+    cases += [(f"{name} 28×28", lambda name=name: large(name), (1, 28, 28), 64) for name in ("cnn", "gn_cnn")]
+    for name, make, shape, batch in cases:
+        for half in (False, True):
+            for how in ("plain", "compiled"):
+                torch.manual_seed(0)
+                row: dict[str, Any] = {"model": name, "bf16": half, "how": how}
+                try:
+                    row |= touched(make(), half, how, shape, batch)
+                except Exception as error:
+                    row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+                rows.append(row)
+                print(row, flush=True)
+    return rows
+
+
+def rounds(repeats: int = 25) -> dict[str, float]:
+    """Seconds of a round of CNN-B, private and seeded, in turns; the same block, the same cohort of all clients."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (136 * 64, 1, 28, 28), generator=generator, dtype=torch.uint8)
+    y = torch.randint(0, 62, (136 * 64,), generator=generator)
+    owners = torch.arange(136).repeat_interleave(64)
+    train = Packed.from_owners(x, y, owners, 62)
+    data = fedblur.Federation("noise", train, None, 0, fedblur.data.population.Samples(x[:64], y[:64]))
+    sides = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, seed in (("seeded", 0), ("private", None)):
+            config = fedblur.Config(
+                model="cnn", method=["blur", "lus"], noise_multiplier=2.0, sample_rate=1.0, sampling="full",
+                rounds=1000, delta=1e-5, clip_norm=0.03, seed=seed,
+                local={"steps": 30, "batch_size": 64, "learning_rate": 0.03},
+            )  # fmt: skip
+            setup = prepare(
+                config, Path(folder) / name / "ledger.jsonl", Machine(device="cuda", engine="vectorised"), data
+            )
+            print(name, setup.machine, flush=True)
+            sides[name] = setup
+        states = {name: setup.protocol.server.init(setup.initial) for name, setup in sides.items()}
+        took: dict[str, list[float]] = {name: [] for name in sides}
+        for turn in range(repeats + 3):
+            for name, setup in sides.items():
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                states[name] = run_round(setup.protocol, states[name], setup.rng.child("round", turn)).state
+                torch.cuda.synchronize()
+                took[name].append(time.perf_counter() - began)
+    medians = {name: statistics.median(seconds[3:]) for name, seconds in took.items()}
+    ratio = statistics.median(p / s for p, s in zip(took["private"][3:], took["seeded"][3:], strict=True))
+    return {**{f"{name} ms": 1e3 * value for name, value in medians.items()}, "private ÷ seeded": ratio}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+
+    def keep() -> None:
+        if given.json:
+            given.json.write_text(json.dumps(found, indent=1) + "\n")
+
+    found["isolation"] = isolation()
+    keep()
+    found["rounds"] = rounds()
+    print(found["rounds"])
+    keep()
+
+
+if __name__ == "__main__":
+    main()
