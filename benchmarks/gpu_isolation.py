@@ -1,6 +1,6 @@
 """On a GPU: do clients touch each other, what does exact noise cost, and do the attacks stay at chance?
 
-    PYTHONPATH=src:. python benchmarks/gpu_isolation.py [--json FILE]
+    PYTHONPATH=src:. python benchmarks/gpu_isolation.py [--json FILE] [--models NAME ...]
 
 For each family of models, plain and compiled, in fp32 and bf16: every other client's message with and without one
 client of 1 and of 150 samples, in blocks of three sizes, compared bit for bit, and one block run twice. Then a private
@@ -14,6 +14,8 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +50,9 @@ def touched(module: nn.Module, half: bool, how: How, shape: tuple[int, ...], bat
     local = LocalTraining(steps=4, batch_size=batch, learning_rate=0.5)
     job = job_for(module.to(CUDA), METHODS[1], 0.1, local)
     job.forward.half = half  # type: ignore[attr-defined]
-    reference: dict[int, Tensor] = {}
     for target in (1, 150):
         population = packed([1, 3, 9, 1, 20, batch, target], shape).to(CUDA)
-        ids = torch.arange(7)
+        ids, reference = torch.arange(7), {}
         for block in BLOCKS:
             engine = LocalEngine(population, CUDA, True, block, how)
             whole, again, without = (
@@ -65,11 +66,17 @@ def touched(module: nn.Module, half: bool, how: How, shape: tuple[int, ...], bat
     return found
 
 
-def isolation() -> list[dict[str, Any]]:
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
+    **{name: (make, (1, 8, 8), 8) for name, make in FAMILIES.items()},
+    **{f"{name}-28": (partial(large, name), (1, 28, 28), 64) for name in ("cnn", "gn_cnn")},
+}
+
+
+def isolation(models: list[str]) -> list[dict[str, Any]]:
+    """Return a row for each model, precision and way to run."""
     rows = []
-    cases = [(name, make, (1, 8, 8), 8) for name, make in FAMILIES.items()]
-    cases += [(f"{name} 28×28", lambda name=name: large(name), (1, 28, 28), 64) for name in ("cnn", "gn_cnn")]
-    for name, make, shape, batch in cases:
+    for name in models:
+        make, shape, batch = CASES[name]
         for half in (False, True):
             for how in ("plain", "compiled"):
                 torch.manual_seed(0)
@@ -121,6 +128,7 @@ def rounds(repeats: int = 25) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--models", nargs="+", choices=[*CASES], help="default: all")
     given = parser.parse_args()
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
 
@@ -128,10 +136,10 @@ def main() -> None:
         if given.json:
             given.json.write_text(json.dumps(found, indent=1) + "\n")
 
-    found["isolation"] = isolation()
-    keep()
     found["rounds"] = rounds()
-    print(found["rounds"])
+    print(found["rounds"], flush=True)
+    keep()
+    found["isolation"] = isolation(given.models or list(CASES))
     keep()
 
 

@@ -194,8 +194,15 @@ def _engine(
 
 
 def _interfere(engine: LocalEngine | WorkerEngine, work: Work, data: Federation) -> bool:
-    """Whether one client's message changes with who shares its block; a worker trains each client alone."""
-    return isinstance(engine, LocalEngine) and clients_interfere(engine, work.job, data.test.x[:0], work.classes)
+    """Whether one client's message changes with who shares its block; a worker trains each client alone.
+
+    The check also finds a block that fits into memory. From then on its size is fixed.
+    """
+    if not isinstance(engine, LocalEngine):
+        return False
+    touched = clients_interfere(engine, work.job, data.test.x[:0], work.classes)
+    engine.fixed = True
+    return touched
 
 
 def _choice(work: Work, machine: Machine, device: torch.device, processes: Processes) -> Choice:

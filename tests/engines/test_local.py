@@ -8,6 +8,7 @@ import torch
 from fedblur.config import LocalTraining
 from fedblur.engines import LocalEngine, local
 from fedblur.engines.choice import even_blocks
+from fedblur.engines.isolation import clients_interfere
 from fedblur.errors import ModelError
 from fedblur.rng import Seeded
 from tests.worlds import SmallCnn, job_for, packed
@@ -89,3 +90,22 @@ def test_blocks__a_device_without_room_for_one_client_says_so(monkeypatch: pytes
     engine = LocalEngine(packed([4] * 3), torch.device("cpu"), True, 16)
     with pytest.raises(ModelError, match="does not fit into the memory of cpu: use a smaller local.batch_size"):
         list(engine.map_clients(job, torch.arange(3), Seeded.root(0)))
+
+
+def test_blocks__a_private_run_does_not_change_their_size_in_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, population = job_for(SmallCnn(), local=LocalTraining(steps=1, batch_size=4)), packed([4] * 3)
+    short_of_memory(monkeypatch, 3, recorded=False)
+    engine = LocalEngine(population, torch.device("cpu"), True, 16)
+    engine.fixed = True
+    with pytest.raises(ModelError, match="ran out in a round; a private run keeps the size of its blocks"):
+        list(engine.map_clients(job, torch.arange(3), Seeded.root(0)))
+    assert engine.block_size == 16
+
+
+def test_blocks__the_check_before_a_private_run_finds_a_size_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, population = job_for(SmallCnn(), local=LocalTraining(steps=1, batch_size=4)), packed([4] * 3)
+    tried = short_of_memory(monkeypatch, 7, recorded=False)
+    engine = LocalEngine(population, torch.device("cpu"), True, 16)
+    clients_interfere(engine, job, torch.empty(0, 1, 8, 8), 10)
+    assert engine.block_size == 4
+    assert tried[:3] == [16, 8, 4]

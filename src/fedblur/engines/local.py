@@ -2,8 +2,8 @@
 
 A block has one shape, known before any data are: so many clients, batches so wide. One that has too few clients is
 filled up with empty ones. So no client can change what another one computes, not even in the last bit, and compiled
-code meets one size only. When memory runs out, the block is halved and the work goes on; what a client computes was the
-same to the bit for every size of a block that we tried (docs/isolation.md).
+code meets one size only. When memory runs out, the block is halved and the work goes on, but never in the rounds of a
+private run: on a GPU the last bits depend on the block's size, and what memory holds may depend on a client.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class LocalEngine:
         self.vectorise = vectorise
         self.block_size = block_size
         self.how = how
+        self.fixed = False  # whether the block's size may not change any more
 
     def __repr__(self) -> str:
         kind = "vectorised" if self.vectorise else "sequential"
@@ -76,6 +77,11 @@ class LocalEngine:
         records its steps again: to let those go again and again would never end.
         """
         if not forget_recordings() or cramped:
+            if self.fixed:
+                raise ModelError(
+                    f"the memory of {self.device} ran out in a round; a private run keeps the size of its blocks "
+                    f"({self.block_size} clients) within a round: fedblur resume goes on with smaller ones"
+                ) from error
             if self.block_size == 1:
                 raise ModelError(
                     f"one client's local training does not fit into the memory of {self.device}: "
