@@ -88,8 +88,7 @@ def even_blocks(largest: int, cohort: float, spread: float, grain: int) -> int:
     It follows from public numbers alone, and is a multiple of `grain` unless memory holds fewer clients than that.
     Blocks are always full, so empty clients are what a larger one costs.
     """
-    if largest < grain:
-        return largest
+    grain = grain if largest >= grain else 1
     most = largest // grain
     needed = max(1, math.ceil((cohort + 2 * spread) / grain))  # grains of a cohort
     return grain * math.ceil(needed / math.ceil(needed / most))
