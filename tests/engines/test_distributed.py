@@ -107,10 +107,9 @@ def test_two_processes__agree_on_the_model_and_write_one_ledger(both: Path, name
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, table in CASES.items() if "seed" in table])
 def test_two_processes__give_the_round_of_one(both: Path, name: str, tmp_path: Path) -> None:
-    """The model and rounds.jsonl to float tolerance; whole numbers exactly."""
+    """The model byte for byte, as sums are whole numbers; figures in rounds.jsonl to float tolerance."""
     one, model = fedblur.train(case(name), out=tmp_path / "one"), torch.load(both / f"{name}.0.pt")
-    torch.testing.assert_close(model, vector(one), rtol=1e-5, atol=1e-6)
-    assert torch.equal(model, vector(one)) or not name.startswith("ddgauss")
+    assert torch.equal(model, vector(one))
     assert alike(json_rows(both / name), one.rounds)
     assert name != "few" or {0, 1} <= {row["local_only"]["cohort"] for row in one.rounds}
 
