@@ -1,6 +1,6 @@
 """Neighbouring populations: does one client change what others send, and by how much does it move the integer sum?
 
-    python -m tests.engines.neighbours --count 10000          every engine, some minutes
+    python -m tests.engines.neighbours --count 10000          every engine, about 15 minutes each
 
 Each trial draws a model, methods, local training and a cohort, at random or as an adversary would choose them, and runs
 the engine with and without one target client. A violation is another client's message that differs in any bit, a sum
@@ -10,10 +10,13 @@ that moves by more than S (compared in whole numbers), or a sum that moves by an
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -143,19 +146,43 @@ def _sum(rows: dict[int, Tensor], job: ClientJob) -> Tensor:
     return Gaussian().accumulate(blocks, release, Seeded.root(0))
 
 
+def table(found: dict[str, Counts]) -> str:
+    """Return the counts as a table for docs/isolation.md."""
+    head = (
+        "| engine | pairs of populations | messages of others | of these, a bit differs | sum moved by more than S | "
+        "by anything but the target | largest move |"
+    )
+    rows = [
+        f"| {engine} | {c.trials:,} | {c.messages:,} | {c.touched} | {c.too_far} | {c.not_its_own} | {c.largest:.6f} S |"
+        for engine, c in found.items()
+    ]
+    return "\n".join([head, "|---|---|---|---|---|---|---|", *rows])
+
+
+def write_table(page: Path, found: dict[str, Counts]) -> None:
+    """Write the table between the page's markers."""
+    text = page.read_text(encoding="utf-8")
+    before, rest = text.split("--page docs/isolation.md -->\n", 1)
+    when = f"{os.cpu_count()} CPU cores, torch {torch.__version__}, {datetime.now(UTC):%d %B %Y}."
+    body = f"{when}\n\n{table(found)}\n" + rest[rest.index("<!-- end of neighbours -->") :]
+    page.write_text(f"{before}--page docs/isolation.md -->\n{body}", encoding="utf-8")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=10_000, help="trials for each engine")
     parser.add_argument("--engine", choices=[*ENGINES], action="append", help="default: all")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--page", type=Path, help="a page whose table is written anew")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    wrong = 0
+    found: dict[str, Counts] = {}
     for engine in given.engine or [*ENGINES]:
-        found = count_violations(engine, given.count, given.seed)
-        wrong += found.violations
-        print(f"{engine}: {found}", flush=True)
-    return min(1, wrong)
+        found[engine] = count_violations(engine, given.count, given.seed)
+        print(table({engine: found[engine]}).splitlines()[-1], flush=True)
+    if given.page:
+        write_table(given.page, found)
+    return min(1, sum(counts.violations for counts in found.values()))
 
 
 if __name__ == "__main__":
