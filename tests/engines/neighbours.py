@@ -150,10 +150,10 @@ def table(found: dict[str, Counts]) -> str:
     """Return the counts as a table for docs/isolation.md."""
     head = (
         "| engine | pairs of populations | messages of others | of these, a bit differs | sum moved by more than S | "
-        "by anything but the target | largest move |"
+        "by anything but the target | largest move, S |"
     )
     rows = [
-        f"| {engine} | {c.trials:,} | {c.messages:,} | {c.touched} | {c.too_far} | {c.not_its_own} | {c.largest:.6f} S |"
+        f"| {engine} | {c.trials:,} | {c.messages:,} | {c.touched} | {c.too_far} | {c.not_its_own} | {c.largest:.6f} |"
         for engine, c in found.items()
     ]
     return "\n".join([head, "|---|---|---|---|---|---|---|", *rows])
