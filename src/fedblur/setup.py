@@ -27,7 +27,7 @@ from fedblur.engines.timing import Work, timed_choice
 from fedblur.errors import ConfigError
 from fedblur.fitting import check_fit
 from fedblur.functional import Layout, ModuleFunction, as_function, check_model, initial_vector
-from fedblur.ledger import Budget, ForeignLedger, Ledger
+from fedblur.ledger import Budget, ForeignLedger, Ledger, randomness_of
 from fedblur.models import make_model
 from fedblur.models.fronted import computed_ahead
 from fedblur.rng import Rng, make_rng
@@ -151,7 +151,10 @@ def prepare(
         server=config.server,
         averaging=config.averaging,
         ledger=keeper(
-            ledger, Budget(plan.epsilon_target, plan.delta, config.accountant, config.rounds), config_hash(config)
+            ledger,
+            Budget(plan.epsilon_target, plan.delta, config.accountant, config.rounds),
+            config_hash(config),
+            randomness_of(config.seed),
         ),
         forward=forward,
         layout=layout,
