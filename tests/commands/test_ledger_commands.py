@@ -16,7 +16,7 @@ from fedblur.chain import Chain
 from fedblur.config import Config
 from fedblur.errors import PrivacyError
 from fedblur.events import Gaussian, PoissonSampled
-from fedblur.ledger import Budget, Ledger
+from fedblur.ledger import Budget, Ledger, open_ledger, read_randomness
 from fedblur.train import resume, train
 from fedblur.verification import compose, read_books, unprotected, verify
 from tests.cli import invoke
@@ -135,7 +135,7 @@ def test_statement__a_total_with_a_seeded_run_is_infinite_and_says_why(copy: Pat
 def test_compose__a_seeded_vote_or_search_makes_the_total_infinite(run: Path, tmp_path: Path) -> None:
     words = ("run", "--method", "knn-dpfl", "--clients", 60, "--seed", 1, "--quiet", "--out", tmp_path / "vote")
     invoke(*words, "--set", "method.knn-dpfl.student_steps=20")
-    assert read_books(tmp_path / "vote").randomness == "seed"
+    assert read_randomness(open_ledger(tmp_path / "vote" / "ledger.jsonl")) == "seed"
     assert set(compose([read_books(run), read_books(tmp_path / "vote")])[1].values()) == {math.inf}
 
 
@@ -143,6 +143,11 @@ def test_compose__a_seeded_run_that_released_nothing_adds_nothing(run: Path, tmp
     path = tmp_path / "ledger.jsonl"
     Ledger(path, Budget(1.0, 1e-2, "pld", 3), randomness="seed")
     assert unprotected([read_books(run), read_books(path)]) is None
+
+
+def test_ledger__its_first_line_records_the_source_of_the_noise(run: Path, seeded: Path) -> None:
+    recorded = [read_randomness(open_ledger(path / "ledger.jsonl")) for path in (run, seeded)]
+    assert recorded == ["operating system", "seed"]
 
 
 def test_verify__a_seeded_run_is_not_stated_as_private(seeded: Path) -> None:
