@@ -232,8 +232,9 @@ def held_out(config: Config, data: Federation) -> Samples:
     if config.evaluate == "test":
         return data.test
     if data.validation is None:
+        share = config.validation_share
         raise ConfigError(
-            "evaluate='validation' but these data have no validation clients; set validation_share=0.1 (with data of "
-            "your own, where you make them: federation_from_arrays(…, validation_share=0.1))"
+            f"evaluate='validation' but these data have no validation clients; raise validation_share={share:g}: each "
+            "natural client is drawn on its own (data of your own: federation_from_arrays(…, validation_share=0.1))"
         )
     return data.validation
