@@ -96,7 +96,9 @@ def test_classes__are_those_of_the_data_set_not_of_the_labels_that_are_there(tmp
         write_split(tmp_path / "cifar10", split, {"img": np.zeros((9, 32, 32, 3), np.uint8), "label": range(9)})
     few = {"image": grey(20, 255), "character": np.arange(20) % 4, "writer_id": ["f0"] * 20}
     write_split(tmp_path / "femnist", "train", few)
-    assert [part.load(tmp_path).classes for part in (Mnist(), Cifar10(), Femnist())] == [10, 10, 62]
+    known = [Mnist(), Cifar10(), Femnist()]
+    assert [part.load(tmp_path).classes for part in known] == [10, 10, 62]
+    assert [part.source(tmp_path).read().classes for part in known] == [10, 10, 62]  # what an export says
 
 
 def test_classes__a_label_beyond_them_is_refused(tmp_path: Path) -> None:
