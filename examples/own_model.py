@@ -16,7 +16,9 @@ phase = pace[:, None] * np.arange(length) / length + rng.random((len(y), 1))
 x = (np.sin(2 * np.pi * phase) + rng.normal(size=phase.shape)).astype(np.float32)  # [samples, length]
 
 test = owners >= 350  # people who never train
-data = fedblur.federation_from_arrays(x[~test], y[~test], owners[~test], x[test], y[test], validation_share=0.1)
+data = fedblur.federation_from_arrays(
+    x[~test], y[~test], owners[~test], x[test], y[test], classes=3, validation_share=0.1
+)
 
 
 class Spectrum(nn.Module):

@@ -19,7 +19,7 @@ from fedblur.errors import ConfigError, RunError
 from fedblur.evaluation import accuracy_by_client, evaluate
 from fedblur.events import Gaussian, PrivateSelection, SelfComposed
 from fedblur.functional import Layout, as_function, initial_vector
-from fedblur.ledger import Ledger
+from fedblur.ledger import Ledger, read_randomness
 from fedblur.models import make_model
 from fedblur.report.statement import write_statement
 from fedblur.selection import TrialCount
@@ -27,7 +27,7 @@ from fedblur.setup import load
 from fedblur.train import Run, train
 from fedblur.trials import NOTHING, run_search, tune_on_proxy
 from fedblur.tuning import candidates, make_search
-from fedblur.verification import verify
+from fedblur.verification import read_books, verify
 
 CPU = Machine(device="cpu")
 BASE = Config(
@@ -135,6 +135,8 @@ def test_search__is_in_the_ledger_once_and_its_budget_is_spent(won: Path) -> Non
     search = make_search([BASE, OTHER], DATA, LAW, "private")
     ledger = Ledger(won / "ledger.jsonl", accounting_budget(search.epsilon), search.key)
     assert ledger.spends() == [(1, search.event)]
+    assert read_books(won).randomness == "seed"
+    assert read_randomness(ledger._chain) == "seed"
     assert ledger.epsilon() == pytest.approx(search.epsilon)
 
 

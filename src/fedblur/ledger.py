@@ -5,8 +5,8 @@ that draws fresh noise and repeats a round after a crash pays for it again. A se
 release, which is one release however often it is computed, so its line is not written twice. A line that a crash cut
 short counts as a release.
 
-The first line is the budget, each other one a release. Checkpoints, the summary and the privacy statement hold the
-chain's last hash, so a ledger that was cut is found as well (`demand_anchor`).
+The first line is the budget and the source of the noise, each other one a release. Checkpoints, the summary and the
+privacy statement hold the chain's last hash, so a ledger that was cut is found as well (`demand_anchor`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import os
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 from fedblur import accounting, events
 from fedblur.chain import Chain, ChainError, Link
 from fedblur.errors import PrivacyError, RunError
 
+Randomness = Literal["operating system", "seed"]  # where noise and cohorts come from
+_SOURCES: dict[Randomness, str] = {"operating system": "the operating system", "seed": "a seed"}
 _CUT_SHORT = "a line that a crash cut short, counted as a release"
 
 
@@ -37,9 +39,13 @@ class Budget:
 
 
 class Ledger:
-    """The spends of one run, against its budget. `about`: the hash of the run's configuration."""
+    """The spends of one run, against its budget.
 
-    def __init__(self, path: Path, budget: Budget, about: str = "") -> None:
+    `about`: the hash of the run's configuration. `randomness`: where noise and cohorts come from; a run that does not
+    say so counts as one that protects nobody wherever runs are composed (`verification.compose`).
+    """
+
+    def __init__(self, path: Path, budget: Budget, about: str = "", randomness: Randomness | None = None) -> None:
         self.path = path
         self.budget = budget
         self._chain = Chain(path)
@@ -49,15 +55,18 @@ class Ledger:
         self._kinds: set[str] = set()
         with self._chain.writing() as chain:
             if not chain.links:
-                # the random id keeps two runs' ledgers apart, also those of one configuration in one second
-                chain.append(
-                    {"kind": "budget", "about": about, "id": os.urandom(8).hex(), "at": _now(), **_plain(budget)}
-                )
+                chain.append(_first_line(budget, about, randomness))
         stored, owner = read_budget(self._chain)
         if stored != budget:
             raise PrivacyError(f"{path} was opened for {stored}, not {budget}; a budget does not change during a run")
         if about and owner != about:
             raise PrivacyError(f"{path} belongs to another configuration ({owner or 'none'}), not to {about}")
+        recorded = read_randomness(self._chain)
+        if randomness and recorded and recorded != randomness:
+            raise PrivacyError(
+                f"{path} was opened for noise from {_SOURCES[recorded]}, not from {_SOURCES[randomness]}; "
+                "start a new run"
+            )
 
     def spend(self, round_: int, event: events.Event, replay: bool) -> None:
         """Write down one release, before it happens. `replay`: the same round gives the very same release (seeded)."""
@@ -130,7 +139,7 @@ class Ledger:
 class ForeignLedger(Ledger):
     """The ledger of a process that releases nothing: another one keeps it, and to touch it here is an error."""
 
-    def __init__(self, path: Path, budget: Budget, about: str = "") -> None:
+    def __init__(self, path: Path, budget: Budget, about: str = "", randomness: Randomness | None = None) -> None:
         self.path, self.budget, self._chain = path, budget, _Nobodys(path)
 
 
@@ -150,6 +159,19 @@ def read_budget(chain: Chain) -> tuple[Budget, str]:
         return budget, body["about"]
     except (KeyError, TypeError, ValueError):
         raise ChainError(f"{chain.path} does not begin with a budget; it is not a ledger of this version") from None
+
+
+def read_randomness(chain: Chain) -> Randomness | None:
+    """The source that a ledger names; None for a ledger of version 0.1, which names none."""
+    recorded = chain.links[0].body.get("randomness") if chain.links else None
+    if recorded is not None and recorded not in _SOURCES:
+        raise ChainError(f"{chain.path} names an unknown source of randomness; it is not a ledger of this version")
+    return cast(Randomness | None, recorded)
+
+
+def randomness_of(seed: int | None) -> Randomness:
+    """Where the noise of a run with this seed comes from."""
+    return "operating system" if seed is None else "seed"
 
 
 def read_spends(links: list[Link]) -> list[tuple[int, events.Event]]:
@@ -180,6 +202,12 @@ def demand_anchor(path: Path, anchor: Any, holder: str) -> None:
             f"{path} is not the ledger that {holder} remembers ({anchor['lines']} lines, {anchor['head'][:12]}…): "
             "it was cut or replaced, and what was spent is unknown; restore it from a copy"
         )
+
+
+def _first_line(budget: Budget, about: str, randomness: Randomness | None) -> dict[str, Any]:
+    """The budget. Its random id keeps two runs' ledgers apart, also those of one configuration in one second."""
+    source = {} if randomness is None else {"randomness": randomness}
+    return {"kind": "budget", "about": about, "id": os.urandom(8).hex(), "at": _now(), **source, **_plain(budget)}
 
 
 def _text(event: events.Event) -> str:

@@ -29,7 +29,7 @@ from fedblur.engines.timing import Work, timed_choice
 from fedblur.errors import ConfigError, PrivacyError
 from fedblur.fitting import check_fit
 from fedblur.functional import Layout, ModuleFunction, as_function, check_model, initial_vector
-from fedblur.ledger import Budget, ForeignLedger, Ledger
+from fedblur.ledger import Budget, ForeignLedger, Ledger, randomness_of
 from fedblur.models import make_model
 from fedblur.models.fronted import computed_ahead
 from fedblur.rng import Rng, make_rng
@@ -164,7 +164,10 @@ def prepare(
         server=config.server,
         averaging=config.averaging,
         ledger=keeper(
-            ledger, Budget(plan.epsilon_target, plan.delta, config.accountant, config.rounds), config_hash(config)
+            ledger,
+            Budget(plan.epsilon_target, plan.delta, config.accountant, config.rounds),
+            config_hash(config),
+            randomness_of(config.seed),
         ),
         forward=forward,
         layout=layout,
@@ -265,8 +268,9 @@ def held_out(config: Config, data: Federation) -> Samples:
     if config.evaluate == "test":
         return data.test
     if data.validation is None:
+        share = config.validation_share
         raise ConfigError(
-            "evaluate='validation' but these data have no validation clients; set validation_share=0.1 (with data of "
-            "your own, where you make them: federation_from_arrays(…, validation_share=0.1))"
+            f"evaluate='validation' but these data have no validation clients; raise validation_share={share:g}: each "
+            "natural client is drawn on its own (data of your own: federation_from_arrays(…, validation_share=0.1))"
         )
     return data.validation

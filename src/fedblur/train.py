@@ -22,6 +22,7 @@ from fedblur.cautions import note_divergence
 from fedblur.checkpoint import Checkpoint, load_newest, save_checkpoint, write_atomically
 from fedblur.config import Config, canonical, differences, from_dict, to_dict
 from fedblur.data.population import Federation
+from fedblur.data.roles import ROLES
 from fedblur.engines import Processes, suitable_threads
 from fedblur.engines.distributed import Ranks, demand_one_process, together
 from fedblur.errors import DivergedError, LostRankError, PrivacyError, RoundAborted, RunError
@@ -31,7 +32,7 @@ from fedblur.measuring import measure, measure_fairness
 from fedblur.round import client_job, run_round, sum_clients
 from fedblur.runfolder import RunFolder, default_folder
 from fedblur.server import ServerState, published
-from fedblur.setup import Machine, Setup, prepare
+from fedblur.setup import Machine, Setup, load, prepare
 from fedblur.summary import summarise
 from fedblur.watching import Row, Watcher, with_header
 
@@ -177,6 +178,7 @@ def _go_on(
     with folder.reading():
         config = _config_of(resolved, federation, module)
     demand_anchor(folder.ledger, checkpoint.state.get("ledger"), f"the checkpoint of round {checkpoint.round}")
+    _demand_same_roles(checkpoint, config, machine, federation)
     for note in notes:
         tell(note)
     if config.voting is not None:
@@ -198,6 +200,15 @@ def _go_on(
     return _dismiss(
         processes, setup, _loop(folder, setup, state, resolved, rows, with_header(setup.header, tell, watch))
     )
+
+
+def _demand_same_roles(checkpoint: Checkpoint, config: Config, machine: Machine, federation: Federation | None) -> None:
+    """Version 0.1 chose validation clients by lot; a run must not change in the middle whom it trains on."""
+    if checkpoint.state.get("roles") != ROLES and (federation or load(config, machine)).by_id:
+        raise RunError(
+            "this run was begun by fedblur 0.1, which chose its training clients in another way; start a new run "
+            "(on these clients it adds to the total)"
+        )
 
 
 def _greet(processes: Processes | None, folder: RunFolder, resolved: dict[str, Any]) -> None:
@@ -299,7 +310,7 @@ def _finish(folder: RunFolder, setup: Setup, state: ServerState, rows: list[Row]
 
 
 def _save(folder: RunFolder, setup: Setup, state: ServerState, resolved: dict[str, Any]) -> None:
-    about = {"config": resolved, "ledger": setup.protocol.ledger.anchor()}
+    about = {"config": resolved, "ledger": setup.protocol.ledger.anchor(), "roles": ROLES}
     save_checkpoint(folder.checkpoints, Checkpoint(state.round, state.tensors(), about))
 
 

@@ -22,7 +22,7 @@ from fedblur.engines.distributed import demand_one_process
 from fedblur.errors import ConfigError, RunError
 from fedblur.evaluation import accuracy_by_client
 from fedblur.functional import Layout, as_function, initial_vector
-from fedblur.ledger import Budget, Ledger
+from fedblur.ledger import Budget, Ledger, randomness_of
 from fedblur.mechanisms import rounded_gaussian
 from fedblur.rng import Rng, make_rng
 from fedblur.runfolder import RunFolder
@@ -98,7 +98,8 @@ def _draw(search: Search, local: Path, rng: Rng) -> list[int]:
 def _pay(search: Search, out: Path) -> Ledger:
     """The ledger's row for all trials together, on disk before the first."""
     out.mkdir(parents=True, exist_ok=True)
-    ledger = Ledger(RunFolder(out).ledger, Budget(search.epsilon, search.delta, "rdp", rounds=1), search.key)
+    budget = Budget(search.epsilon, search.delta, "rdp", rounds=1)
+    ledger = Ledger(RunFolder(out).ledger, budget, search.key, randomness_of(search.candidates[0].seed))
     if not ledger.spends():
         ledger.demand_room(1, search.event, replay=False)
         ledger.spend(1, search.event, replay=False)

@@ -108,6 +108,9 @@ def make_search(
 
 def _search(chosen: Iterable[Config], data: Federation, count: TrialCount, scoring: Scoring) -> Search:
     configs = tuple(chosen)
+    if not data.validation_clients:
+        share = configs[0].validation_share
+        raise ConfigError(f"validation_share={share:g} gives no clients to score trials on here; raise it")
     delta = parse_delta(configs[0].delta, data.train.clients)
     training = [_training(config, data) for config in configs]
     costs = [epsilon(trial, 1, delta, "rdp") for trial in training]

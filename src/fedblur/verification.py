@@ -4,6 +4,7 @@
     anchors     the newest checkpoint, the summary and the statement remember a part of this very ledger
     owner       the configuration in config.json is the one that the ledger was opened for
     coverage    there is a release for every round that left anything in the folder
+    randomness  the ledger, config.json and the summary agree on where the noise came from: the system, or a seed
     budget      the releases are of one kind and within the budget
     epsilon     recomputed from the events, it is what the summary claims
 
@@ -14,10 +15,11 @@ to rule that out keeps a hash elsewhere (the statement prints it).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fedblur import accounting
 from fedblur.accounting import Accountant
@@ -26,7 +28,7 @@ from fedblur.checkpoint import load_newest
 from fedblur.config import canonical, config_hash, from_dict
 from fedblur.errors import ConfigError, FedBlurError, PrivacyError, RunError
 from fedblur.events import Composed, Event, PrivateSelection, SelfComposed
-from fedblur.ledger import Budget, demand_anchor, open_ledger, read_budget, read_spends
+from fedblur.ledger import Budget, demand_anchor, open_ledger, randomness_of, read_budget, read_randomness, read_spends
 from fedblur.plugins import loaded
 from fedblur.runfolder import RunFolder
 
@@ -41,6 +43,7 @@ class Books:
     chain: Chain
     budget: Budget
     spends: list[tuple[int, Event]]
+    randomness: Literal["operating system", "seed", "unknown"]  # where noise and cohorts came from
 
     def event(self) -> Event | None:
         """Everything that was released, as one event."""
@@ -62,7 +65,19 @@ def read_books(run: Path) -> Books:
     if not path.exists():
         raise RunError(f"{run} has no ledger; give a run folder")
     chain = open_ledger(path)
-    return Books(run, chain, read_budget(chain)[0], read_spends(chain.links))
+    return Books(run, chain, read_budget(chain)[0], read_spends(chain.links), _randomness(chain))
+
+
+def _randomness(chain: Chain) -> Literal["operating system", "seed", "unknown"]:
+    """What the ledger's first line says; a seed in config.json beside it is believed first.
+
+    A ledger of version 0.1 says nothing, and config.json speaks for it.
+    """
+    resolved = read_json(chain.path.parent / "config.json")
+    configured = randomness_of(resolved["seed"]) if "seed" in resolved else None
+    if configured == "seed":
+        return "seed"
+    return read_randomness(chain) or configured or "unknown"
 
 
 def together(released: list[Event]) -> Event | None:
@@ -85,12 +100,33 @@ def spent(event: Event | None, delta: float, accountant: Accountant) -> float | 
 
 
 def compose(books: list[Books], delta: float | None = None) -> tuple[float, dict[Accountant, float | None]]:
-    """The total of several runs over the same clients: delta (the smallest of theirs by default) and epsilons."""
+    """The total of several runs over the same clients: delta (the smallest of theirs by default) and epsilons.
+
+    Formal guarantee: infinite as soon as one of them is not known to have had secret noise (`unprotected` says why).
+    """
     delta = min(book.budget.delta for book in books) if delta is None else delta
     if not 0 < delta < 1:
         raise ConfigError(f"delta={delta} must be in (0, 1)")
+    if unprotected(books):
+        return delta, dict.fromkeys(ACCOUNTANTS, math.inf)
     event = together([event for book in books for _, event in book.spends])
     return delta, {name: spent(event, delta, name) for name in ACCOUNTANTS}
+
+
+def unprotected(books: list[Books]) -> str | None:
+    """Why a total over these runs is infinite though each of them added noise; None where all noise was secret."""
+    seeded = sum(book.randomness == "seed" for book in books if book.spends)
+    unknown = sum(book.randomness == "unknown" for book in books if book.spends)
+    reasons = []
+    if seeded:
+        reasons.append(f"{_runs(seeded)} drew the noise from a seed, and whoever has the seed can subtract it")
+    if unknown:
+        reasons.append(f"{_runs(unknown)} did not record where the noise came from, so it is not taken to be secret")
+    return "; ".join(reasons) or None
+
+
+def _runs(count: int) -> str:
+    return "1 run" if count == 1 else f"{count} runs"
 
 
 def verify(run: Path) -> list[str]:
@@ -105,6 +141,7 @@ def verify(run: Path) -> list[str]:
         _anchors(folder, books),
         _owner(folder, books, resolved),
         _coverage(folder, books),
+        _secrecy(folder, books),
         _budget(books),
         _claim(folder, books),
     )
@@ -165,6 +202,28 @@ def _coverage(folder: RunFolder, books: Books) -> Iterator[str]:
     summary = read_json(folder.summary)
     if summary and summary["privacy"]["releases"] > len(books.spends):
         yield f"summary.json counts {summary['privacy']['releases']} releases, the ledger {len(books.spends)}"
+
+
+def _secrecy(folder: RunFolder, books: Books) -> Iterator[str]:
+    """A seed protects nobody: a run that had one must say so wherever it speaks."""
+    if books.randomness != "seed":
+        return
+    if read_randomness(books.chain) == "operating system":
+        yield "the ledger says that its noise came from the operating system, config.json has a seed"
+    summary, statement = read_json(folder.summary), read_json(folder.path / "statement.json")
+    if summary and not summary["privacy"].get("warning"):
+        yield "summary.json does not say that the noise came from a seed"
+    total = statement.get("total", {}).get("epsilon", {})
+    if statement.get("runs_composed", 1) > 1 and any(_finite(value) for value in total.values()):
+        yield (
+            "statement.json adds this run, whose noise came from a seed, to others and gives a finite epsilon; "
+            "make it again with fedblur statement"
+        )
+
+
+def _finite(value: Any) -> bool:
+    """JSON has no infinity: there it is text."""
+    return value is not None and math.isfinite(float(value))
 
 
 def _budget(books: Books) -> Iterator[str]:

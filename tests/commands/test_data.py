@@ -125,6 +125,7 @@ def test_summary__figures_agree_with_hand_counting() -> None:
         owners=np.array([0, 0, 1, 1, 1, 1]),
         test_x=np.zeros((1, 2)),
         test_y=np.array([0]),
+        classes=2,
     )
     counts = label_counts(federation.train, torch.arange(2))
     assert counts.tolist() == [[2, 0], [1, 3]]

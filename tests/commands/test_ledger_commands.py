@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 from pathlib import Path
@@ -10,11 +11,14 @@ from pathlib import Path
 import pytest
 
 from fedblur import accounting
+from fedblur import ledger as ledgers
 from fedblur.chain import Chain
 from fedblur.config import Config
+from fedblur.errors import PrivacyError
 from fedblur.events import Gaussian, PoissonSampled
+from fedblur.ledger import Budget, Ledger, open_ledger, read_randomness
 from fedblur.train import resume, train
-from fedblur.verification import verify
+from fedblur.verification import compose, read_books, unprotected, verify
 from tests.cli import invoke
 
 
@@ -100,6 +104,131 @@ def test_show__composes_runs_over_the_same_clients(run: Path) -> None:
     assert answer["total"]["epsilon"]["rdp"] == accounting.epsilon(event, 24, delta, "rdp")
     assert answer["runs"][0]["epsilon"]["pld"] == accounting.epsilon(event, 12, delta, "pld")
     assert "together" in invoke("ledger", "show", run, run)
+
+
+@pytest.fixture(scope="module")
+def seeded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = Config(rounds=2, noise_multiplier=2.0, sample_rate=0.05, clients=100, seed=4)
+    return train(config, out=tmp_path_factory.mktemp("seeded") / "run").path
+
+
+def test_show__a_total_with_a_seeded_run_is_infinite_and_says_why(run: Path, seeded: Path) -> None:
+    answer = json.loads(invoke("ledger", "show", run, seeded, "--json"))
+    assert set(answer["total"]["epsilon"].values()) == {"inf"}
+    assert "1 run drew the noise from a seed" in answer["total"]["infinite_because"]
+    assert [each["randomness"] for each in answer["runs"]] == ["operating system", "seed"]
+    assert answer["runs"][1]["epsilon"]["pld"] > 0  # alone: what it would be with secret noise
+    shown = invoke("ledger", "show", run, seeded)
+    assert "ε together is ∞, since 1 run drew the noise from a seed" in shown
+    assert "not private: seeded noise" in shown
+    assert "∞" not in invoke("ledger", "show", run, run)
+
+
+def test_statement__a_total_with_a_seeded_run_is_infinite_and_says_why(copy: Path, seeded: Path) -> None:
+    invoke("statement", copy, "--also", seeded)
+    facts = json.loads((copy / "statement.json").read_text())
+    assert set(facts["total"]["epsilon"].values()) == {"inf"}
+    assert facts["private"] is True  # this run's own claim stands
+    assert "all 2 runs together | ε = ∞, since 1 run drew the noise from a seed" in (copy / "statement.md").read_text()
+
+
+def test_compose__a_seeded_vote_or_search_makes_the_total_infinite(run: Path, tmp_path: Path) -> None:
+    words = ("run", "--method", "knn-dpfl", "--clients", 60, "--seed", 1, "--quiet", "--out", tmp_path / "vote")
+    invoke(*words, "--set", "method.knn-dpfl.student_steps=20")
+    assert read_randomness(open_ledger(tmp_path / "vote" / "ledger.jsonl")) == "seed"
+    assert set(compose([read_books(run), read_books(tmp_path / "vote")])[1].values()) == {math.inf}
+
+
+def test_compose__a_seeded_run_that_released_nothing_adds_nothing(run: Path, tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    Ledger(path, Budget(1.0, 1e-2, "pld", 3), randomness="seed")
+    assert unprotected([read_books(run), read_books(path)]) is None
+
+
+def test_ledger__its_first_line_records_the_source_of_the_noise(run: Path, seeded: Path) -> None:
+    recorded = [read_randomness(open_ledger(path / "ledger.jsonl")) for path in (run, seeded)]
+    assert recorded == ["operating system", "seed"]
+
+
+def test_verify__a_seeded_run_is_not_stated_as_private(seeded: Path) -> None:
+    assert verify(seeded) == []
+    assert "not private: seeded noise (with secret noise: ε = " in invoke("ledger", "verify", seeded)
+
+
+def rewritten(path: Path, **changes: object) -> None:
+    """The same ledger with another first line, every hash recomputed, as someone would who lies."""
+    bodies = [link.body for link in Chain(path).read()]
+    path.unlink()
+    with Chain(path).writing() as chain:
+        for body in [bodies[0] | changes, *bodies[1:]]:
+            chain.append({key: value for key, value in body.items() if value is not None})
+
+
+def test_verify__a_ledger_that_claims_the_operating_system_beside_a_seed_is_found(seeded: Path, tmp_path: Path) -> None:
+    lying = Path(shutil.copytree(seeded, tmp_path / "run"))
+    rewritten(lying / "ledger.jsonl", randomness="operating system")
+    assert "the ledger says that its noise came from the operating system, config.json has a seed" in verify(lying)
+    assert read_books(lying).randomness == "seed"
+
+
+def test_verify__a_summary_or_total_that_hides_the_seed_is_found(seeded: Path, run: Path, tmp_path: Path) -> None:
+    lying = Path(shutil.copytree(seeded, tmp_path / "run"))
+    invoke("statement", lying, "--also", run)
+    assert verify(lying) == []
+    for name in ("summary.json", "statement.json"):
+        whole = json.loads((lying / name).read_text())
+        told = {"summary.json": {"privacy": whole.get("privacy", {}) | {"warning": None}},
+                "statement.json": {"total": {"delta": 0.01, "epsilon": {"pld": 1.0, "rdp": None}}}}  # fmt: skip
+        (lying / name).write_text(json.dumps(whole | told[name]))
+    assert "summary.json does not say that the noise came from a seed" in verify(lying)
+    assert "statement.json adds this run, whose noise came from a seed" in " ".join(verify(lying))
+
+
+def as_written_by_0_1(path: Path) -> None:
+    """Take the source of the noise out of a ledger's first line: version 0.1 did not write it."""
+    rewritten(path, randomness=None)
+
+
+def test_old_ledger__the_source_of_its_noise_is_read_from_config_json(copy: Path, seeded: Path, tmp_path: Path) -> None:
+    old = Path(shutil.copytree(seeded, tmp_path / "old"))
+    for path in (copy, old):
+        as_written_by_0_1(path / "ledger.jsonl")
+    assert [read_books(path).randomness for path in (copy, old)] == ["operating system", "seed"]
+    assert math.isinf(compose([read_books(copy), read_books(old)])[1]["pld"] or 0)
+
+
+def test_old_ledger__without_config_json_the_total_is_infinite_and_says_why(run: Path, copy: Path) -> None:
+    as_written_by_0_1(copy / "ledger.jsonl")
+    (copy / "config.json").unlink()
+    assert read_books(copy).randomness == "unknown"
+    assert "1 run did not record where the noise came from" in (unprotected([read_books(run), read_books(copy)]) or "")
+    assert "where its noise came from is not recorded" in invoke("ledger", "show", copy)
+
+
+def test_old_ledger__its_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped under version 0.1, whose ledgers begin without a source of randomness; ended by this one."""
+
+    def stop(row: dict[str, object]) -> None:
+        if row["round"] == 2:
+            raise KeyboardInterrupt
+
+    write = ledgers._first_line
+    monkeypatch.setattr(ledgers, "_first_line", lambda budget, about, source: write(budget, about, None))
+    config = Config(rounds=4, noise_multiplier=2.0, sample_rate=0.05, clients=100)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, out=tmp_path / "run", watch=stop)
+    monkeypatch.undo()
+    assert b"randomness" not in (tmp_path / "run" / "ledger.jsonl").read_bytes()
+    assert resume(tmp_path / "run").summary["status"] == "complete"
+    assert verify(tmp_path / "run") == []
+
+
+def test_ledger__of_a_run_without_a_seed_is_not_continued_with_one(tmp_path: Path) -> None:
+    budget = Budget(1.0, 1e-2, "pld", 3)
+    Ledger(tmp_path / "l.jsonl", budget, randomness="operating system")
+    Ledger(tmp_path / "l.jsonl", budget, randomness="operating system")
+    with pytest.raises(PrivacyError, match="noise from the operating system, not from a seed"):
+        Ledger(tmp_path / "l.jsonl", budget, randomness="seed")
 
 
 def test_show__a_folder_without_a_ledger_is_one_line(tmp_path: Path) -> None:

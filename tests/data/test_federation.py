@@ -67,7 +67,7 @@ def test_federation__made_up_clients_are_exactly_n(partition: str, clients: int,
 def test_federation__natural_clients_are_divided_by_the_seed() -> None:
     federation = load_federation(People())
     train, held = seen(federation)
-    assert (federation.train.clients, federation.validation_clients) == (36, 4)
+    assert (federation.train.clients, federation.validation_clients) == (34, 6)  # each drawn on its own
     assert train | held == set(range(120))
     assert {int(sample) // 3 for sample in train}.isdisjoint(int(sample) // 3 for sample in held)
     assert federation.note == "a note"
@@ -96,7 +96,7 @@ def test_federation__a_client_keeps_its_own_samples() -> None:
 
 
 def test_federation__too_many_natural_clients_is_refused_with_the_number() -> None:
-    with pytest.raises(ConfigError, match=r"clients=37 but .* 40 natural clients here, 36 of them for training"):
+    with pytest.raises(ConfigError, match=r"clients=37 but .* 40 natural clients here, 34 of them for training"):
         load_federation(People(), clients=37)
 
 
@@ -190,6 +190,13 @@ def test_arrays__bytes_stay_bytes() -> None:
     assert federation.test.x.dtype == torch.uint8
 
 
+@pytest.mark.parametrize("labels", [[0, 1, 2, 0, 1, 2], [0, 0, 0, 0, 0, 0], [2, 2, 2, 2, 2, 2]])
+def test_arrays__classes_never_follow_from_clients_labels(labels: list[int]) -> None:
+    """The model's shape shows their number to everyone: neighbours must have the same."""
+    assert federation_from_arrays(**arrays(y=labels)).train.classes == 3  # as the test labels show
+    assert federation_from_arrays(**arrays(y=labels, classes=7)).train.classes == 7
+
+
 def test_arrays__minus_one_leaves_a_sample_out() -> None:
     federation = federation_from_arrays(**arrays(owners=[-1, 0, 1, 1, 0, -1]))
     assert federation.train.clients == 2
@@ -198,10 +205,10 @@ def test_arrays__minus_one_leaves_a_sample_out() -> None:
 
 def test_arrays__validation_clients_do_not_train() -> None:
     federation = federation_from_arrays(**arrays(), validation_share=0.3)
-    assert (federation.train.clients, federation.validation_clients) == (2, 1)
+    assert (federation.train.clients, federation.validation_clients) == (1, 2)
     assert federation.validation is not None
-    assert len(federation.validation) == 2
-    assert len(seen_rows(federation)) == 4
+    assert len(federation.validation) == 4
+    assert len(seen_rows(federation)) == 2
 
 
 @pytest.mark.parametrize(
@@ -222,7 +229,8 @@ def test_arrays__validation_clients_do_not_train() -> None:
         ({"y": [0, 1, 2, 0, 1, 3], "classes": 3}, r"y runs from 0 to 3, must be in 0\.\.2"),
         ({"test_y": [0, -1]}, "test_y runs from -1 to 0"),
         ({"y": np.zeros(6)}, "y has shape .* one whole number per sample"),
-        ({"owners": [0] * 6, "validation_share": 0.5}, "leaves none to train"),
+        ({"owners": [0] * 6, "validation_share": 0.99}, "leaves none to train"),
+        ({"y": [0, 1, 2, 0, 1, 3]}, r"the test labels show 3 classes: give classes=, .* without looking at y"),
     ],
 )
 def test_arrays__bad_input_is_named_in_one_line(changes: dict[str, Any], message: str) -> None:

@@ -90,6 +90,24 @@ def test_mnist__writers_are_natural_clients_where_they_are_known(tmp_path: Path)
     assert made_up.note == "synthetic users, not writers"
 
 
+def test_classes__are_those_of_the_data_set_not_of_the_labels_that_are_there(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        write_split(tmp_path / "mnist", split, {"image": grey(20), "label": np.arange(20) % 4})
+        write_split(tmp_path / "cifar10", split, {"img": np.zeros((9, 32, 32, 3), np.uint8), "label": range(9)})
+    few = {"image": grey(20, 255), "character": np.arange(20) % 4, "writer_id": ["f0"] * 20}
+    write_split(tmp_path / "femnist", "train", few)
+    known = [Mnist(), Cifar10(), Femnist()]
+    assert [part.load(tmp_path).classes for part in known] == [10, 10, 62]
+    assert [part.source(tmp_path).read().classes for part in known] == [10, 10, 62]  # what an export says
+
+
+def test_classes__a_label_beyond_them_is_refused(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        write_split(tmp_path / "mnist", split, {"image": grey(11), "label": range(11)})
+    with pytest.raises(DataError, match=r"the train labels are not all in 0\.\.9"):
+        Mnist().load(tmp_path)
+
+
 def test_mnist__one_split_only_is_refused(tmp_path: Path) -> None:
     write_split(tmp_path / "mnist", "train", {"image": grey(5), "label": range(5)})
     with pytest.raises(DataError, match=r"mnist has only 'train' samples here; it needs .* test-\*\.parquet"):
@@ -111,6 +129,17 @@ def test_femnist__small_writers_are_dropped_and_a_share_of_each_is_held_out(tmp_
 @pytest.mark.parametrize("background", [0, 255])
 def test_femnist__background_is_0_and_ink_is_bright(background: int, tmp_path: Path) -> None:
     raw = Femnist().load(small_femnist(tmp_path, [30], background))
+    for samples in (raw.train, raw.test):
+        assert (samples.x[:, 0, 0] == 0).all()
+        assert (samples.x[:, 0, 11, 11] == 255).all()
+
+
+def test_femnist__each_image_is_turned_for_itself(tmp_path: Path) -> None:
+    """One client's images must not decide how another's are read."""
+    images = np.concatenate([grey(20), grey(3, 255)])
+    people = ["dark"] * 20 + ["bright"] * 3
+    write_split(tmp_path / "femnist", "train", {"image": images, "character": range(23), "writer_id": people})
+    raw = Femnist(min_samples=1, test_share=0.4).load(tmp_path)
     for samples in (raw.train, raw.test):
         assert (samples.x[:, 0, 0] == 0).all()
         assert (samples.x[:, 0, 11, 11] == 255).all()

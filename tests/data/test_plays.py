@@ -31,7 +31,7 @@ def test_plays__every_speaker_is_a_client(plays: Federation) -> None:
     names = [name for name, _ in speakers()]
     assert len(names) == len(set(names)) == 894
     assert len({name.split("/")[0] for name in names}) == 37
-    assert (plays.train.clients, plays.validation_clients) == (805, 89)
+    assert (plays.train.clients, plays.validation_clients) == (806, 88)
     assert set("".join(text for _, text in speakers())) == set(LETTERS)
 
 
@@ -155,5 +155,5 @@ def test_text__own_tokens_as_floats_are_read_and_numbers_are_refused(tmp_path: P
 def test_text__is_shown_and_drawn_like_any_other_data(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["data", "show", "plays", "--plot", str(tmp_path / "plays.svg")])
     assert result.exit_code == 0, result.output
-    assert "805" in result.stdout
+    assert "806" in result.stdout
     assert "<svg" in (tmp_path / "plays.svg").read_text(encoding="utf-8")

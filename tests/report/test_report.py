@@ -125,7 +125,7 @@ def test_report__of_a_table_compares_its_rows_over_seeds(table: Path) -> None:
     assert second["versus"]["difference"] == pytest.approx(second["accuracy"] - first["accuracy"])
     page = (table / "report.html").read_text()
     assert f"{first['accuracy']:.2f} ± {first['spread']:.2f}" in page
-    assert "All 6 runs on these clients together: ε = PLD" in page
+    assert "All 6 runs on these clients together: ε = ∞, since 6 runs drew the noise from a seed" in page
     assert "NOT PRIVATE: seeded." in page
     assert len(Outline(page).figures) == 3 + 2 * 5
 

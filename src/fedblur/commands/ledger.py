@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +17,13 @@ from fedblur.commands.guard import FOUND
 from fedblur.commands.run import Json, Plugin
 from fedblur.commands.terminal import print_json
 from fedblur.config import canonical
-from fedblur.verification import ACCOUNTANTS, Books, compose, read_books, verify
+from fedblur.verification import ACCOUNTANTS, Books, compose, read_books, unprotected, verify
+
+_SECRECY = {
+    "operating system": "",
+    "seed": "; not private: seeded noise (ε is that of the same run with secret noise)",
+    "unknown": "; where its noise came from is not recorded",
+}
 
 app = typer.Typer(no_args_is_help=True, help="What runs have spent, and whether their ledgers can be relied on.")
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")]
@@ -32,8 +39,13 @@ def show(
     books = [read_books(run) for run in runs]
     total_delta, total = compose(books, delta)
     if json_:
-        answer = {"runs": [_facts(book) for book in books], "total": {"delta": total_delta, "epsilon": total}}
-        print_json(answer)
+        why = unprotected(books)
+        print_json(
+            {
+                "runs": [_facts(book) for book in books],
+                "total": {"delta": total_delta, "epsilon": total, "infinite_because": why},
+            }
+        )
         return
     table = Table(box=None, pad_edge=False)
     for column in ("run", "releases", "rounds", "δ", "ε (PLD)", "ε (RDP)", "budget"):
@@ -46,7 +58,10 @@ def show(
     Console().print(table)
     for book in books:
         kinds = "; ".join(sorted({_words(event) for _, event in book.spends})) or "nothing yet"
-        Console().print(f"{book.path} released {kinds}", highlight=False, markup=False, soft_wrap=True)
+        words = f"{book.path} released {kinds}{_SECRECY[book.randomness]}"
+        Console().print(words, highlight=False, markup=False, soft_wrap=True)
+    if (len(books) > 1 or delta is not None) and (why := unprotected(books)):
+        Console().print(f"ε together is ∞, since {why}.", highlight=False, soft_wrap=True)
     if len(books) > 1:
         Console().print(
             "Together: if the runs are about the same clients. For different clients each run stands alone."
@@ -81,6 +96,7 @@ def _facts(book: Books) -> dict[str, Any]:
         "delta": book.budget.delta,
         "epsilon": {name: book.epsilon(name) for name in ACCOUNTANTS},
         "budget": book.budget.epsilon,
+        "randomness": book.randomness,
         "events": [json.loads(kind) for kind in sorted(kinds)],
         "ledger": {"lines": len(book.chain.links), "head": book.chain.head},
     }
@@ -106,8 +122,9 @@ def _words(value: Any) -> str:
 
 def _spent(book: Books) -> str:
     name = book.budget.accountant
-    return f"ε = {_epsilon(book.epsilon(name))} ({name.upper()}) at δ = {book.budget.delta:.3g}"
+    spent = f"ε = {_epsilon(book.epsilon(name))} ({name.upper()}) at δ = {book.budget.delta:.3g}"
+    return f"not private: seeded noise (with secret noise: {spent})" if book.randomness == "seed" else spent
 
 
 def _epsilon(value: float | None) -> str:
-    return "no bound" if value is None else f"{value:.4g}"
+    return "no bound" if value is None else "∞" if math.isinf(value) else f"{value:.4g}"

@@ -26,13 +26,13 @@ from fedblur.errors import ConfigError
 from fedblur.experiments import Cell, TimeLimit, aggregate, pending, run_cells
 from fedblur.forecast import Forecast, forecast
 from fedblur.report.progress import RunProgress
-from fedblur.report.statement import rounded_up
+from fedblur.report.statement import words_of_total
 from fedblur.report.table import print_whole, render, render_forecast
 from fedblur.results import Results, Stale, demand_folder
 from fedblur.runfolder import RunFolder
 from fedblur.spec import Spec, read_spec
 from fedblur.summary import SEEDED
-from fedblur.verification import compose, read_books
+from fedblur.verification import read_books
 
 _SHOWN = 3  # different values of one thing below a table
 SEEDS = " (seeds make a table reproducible; leave the seed out to protect people)."
@@ -164,12 +164,11 @@ def _privacy(runs: list[Path], tuning: str) -> list[str]:
     lines = [privacy_line(run, tuning) for run in ended]
     if len(paid) < 2:
         return lines
-    delta, total = compose([read_books(run) for run in paid])
-    known = [f"{name.upper()} {rounded_up(value)}" for name, value in total.items() if value is not None]
+    figures = words_of_total([read_books(run) for run in paid])
     which = f"All {len(paid)} runs" + (
         f", {len(paid) - len(ended)} of them not ended," if len(paid) > len(ended) else ""
     )
-    together = f"{which} on these clients together: ε = {', '.join(known)} at δ = {delta:.3g}." if known else ""
+    together = f"{which} on these clients together: {figures}." if figures else ""
     where = f"One statement in each folder of {paid[0].parent}." if ended else ""
     return [*lines[-1:], f"{together} {where}".strip()]
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from fedblur.data.raw import Place
 from fedblur.data.source import Source, Split, Stored
 
-_FORMAT = 1  # part of the key: a new layout never reads an old file
+_FORMAT = 2  # part of the key: a new layout never reads an old file
 
 
 def cache_folder() -> Path | None:
@@ -75,7 +75,12 @@ def _load(path: Path) -> Stored | None:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, not a dictionary
             about = file.metadata()
         splits = {
-            split: Split(tensors[f"{split}.x"], tensors[f"{split}.y"], tensors.get(f"{split}.writers"))
+            split: Split(
+                tensors[f"{split}.x"],
+                tensors[f"{split}.y"],
+                tensors.get(f"{split}.writers"),
+                tensors.get(f"{split}.people"),
+            )
             for split in about["splits"].split(",")
         }
         return Stored(splits, int(about["classes"]))
@@ -86,7 +91,7 @@ def _load(path: Path) -> Stored | None:
 def _save(path: Path, stored: Stored) -> None:
     tensors: dict[str, torch.Tensor] = {}
     for name, split in stored.splits.items():
-        parts = {"x": split.x, "y": split.y, "writers": split.writers}
+        parts = {"x": split.x, "y": split.y, "writers": split.writers, "people": split.people}
         tensors |= {f"{name}.{part}": value.contiguous() for part, value in parts.items() if value is not None}
     about = {"classes": str(stored.classes), "splits": ",".join(stored.splits)}
     try:

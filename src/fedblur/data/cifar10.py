@@ -13,6 +13,8 @@ from fedblur.data.raw import Dataset, Form, Place, Raw
 from fedblur.data.source import Source
 from fedblur.registry import register
 
+_CLASSES = 10
+
 
 @register("dataset", "cifar10")
 @dataclass(frozen=True)
@@ -24,15 +26,15 @@ class Cifar10(Dataset):
     summary: ClassVar[str] = "32x32 colour images, 10 classes, 50,000 training images"
 
     def form(self) -> Form:
-        return (3, 32, 32), 10
+        return (3, 32, 32), _CLASSES
 
     def load(self, data_dir: Path | None) -> Raw:
         stored = read_cached("cifar10", self.source(data_dir))
         train, test = both_splits(stored, "cifar10")
-        return Raw(train.samples(), test.samples(), owners=None, classes=stored.classes)
+        return Raw(train.samples(), test.samples(), owners=None, classes=_CLASSES)
 
     def place(self, data_dir: Path | None) -> Place:
         return place_of("cifar10", self.source(data_dir))
 
     def source(self, data_dir: Path | None) -> Source:
-        return hub_source("cifar10", "uoft-cs/cifar10", "RGB", data_dir)
+        return hub_source("cifar10", "uoft-cs/cifar10", "RGB", _CLASSES, data_dir)

@@ -53,7 +53,8 @@ class Emnist(Dataset):
         if only is not None:
             note = f"the {only} split only, {self.test_share:.0%} of it held out for test"
         made_up = "synthetic users, not writers"
-        return Raw(train.samples(), test.samples(), train.writers, stored.classes, note, made_up)
+        classes = CLASSES[self.split]
+        return Raw(train.samples(), test.samples(), train.writers, classes, note, made_up, train.names())
 
     def place(self, data_dir: Path | None) -> Place:
         source = self.source(data_dir)
@@ -62,7 +63,7 @@ class Emnist(Dataset):
     def source(self, data_dir: Path | None) -> Source | None:
         folder = data_folder(data_dir)
         if self.split == "byclass":
-            own = packed_folder("emnist", data_dir) or local_folder("emnist", "L", data_dir)
+            own = packed_folder("emnist", data_dir) or local_folder("emnist", "L", CLASSES[self.split], data_dir)
             if own is not None:
                 return own
         return None if folder is None else find_archive(folder, self.split)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedblur.data.roles import identities
 from fedblur.data.source import Source, Split, Stored, fingerprint
 from fedblur.errors import DataError
 
@@ -78,7 +79,7 @@ class MatArchive:
     def _split(self, table: np.void) -> Split:
         writers = None
         if "writers" in (table.dtype.names or ()):
-            writers = np.unique(table["writers"].ravel(), return_inverse=True)[1]
+            writers = table["writers"].ravel()
         return _split_of(table["images"].reshape(-1, 28, 28), table["labels"], writers, self.split)
 
 
@@ -147,8 +148,11 @@ def _split_of(images: NDArray[Any], labels: NDArray[Any], writers: NDArray[Any] 
     y = labels.ravel().astype(np.int64) - _FIRST_LABEL.get(split, 0)
     if len(upright) != len(y) or not 0 <= y.min() <= y.max() < CLASSES[split]:
         raise ValueError(f"{len(upright)} images, {len(y)} labels, classes {y.min()} to {y.max()}")
-    by = None if writers is None else torch.from_numpy(writers.astype(np.int64))
-    return Split(torch.from_numpy(upright), torch.from_numpy(y), by)
+    if writers is None:
+        return Split(torch.from_numpy(upright), torch.from_numpy(y), None)
+    names, codes = np.unique(writers, return_inverse=True)
+    people = identities(str(int(name)) for name in names)
+    return Split(torch.from_numpy(upright), torch.from_numpy(y), torch.from_numpy(codes.astype(np.int64)), people)
 
 
 def _broken(file: Path, error: Exception) -> DataError:

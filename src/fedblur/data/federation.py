@@ -1,11 +1,13 @@
 """Stage 0, federation. In: a data set, a partition, N. Out: N training clients, validation and test samples.
 
-Validation clients never train: they are where settings are tuned. For made-up partitions N/(1 - share)
-clients are cut, so that N stays exact; natural clients are divided by the seed, and `clients` is then a cap.
+Validation clients never train: they are where settings are tuned. Natural clients are divided by a hash of each one's
+id (`roles.py`), and `clients` is then a cap. Made-up clients are nobody: N/(1 - share) of them are cut, so that N stays
+exact, and roles are by lot. (One more of them deals every sample anew; there is no role to keep.)
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from torch import Tensor
 from fedblur.data.partition import Natural, Partition
 from fedblur.data.population import Federation, Packed, Samples
 from fedblur.data.raw import Dataset, Generated, Raw
+from fedblur.data.roles import divide
 from fedblur.errors import ConfigError, DataError
 from fedblur.registry import build
 from fedblur.rng import Seeded
@@ -49,12 +52,7 @@ class _Roles:
     clients: int  # cut in all
     train: Tensor
     validation: Tensor
-
-
-def _roles(total: int, train: int, validation: int, seed: int) -> _Roles:
-    """By lot: in a partition late clients can differ (Dirichlet pools run dry), and roles must not follow."""
-    order = torch.from_numpy(Seeded.root(seed).child("roles").numpy().permutation(total))
-    return _Roles(total, order[:train], order[total - validation :])
+    by_id: bool
 
 
 def _natural_roles(part: Dataset, raw: Raw, clients: int | None, share: float, seed: int) -> _Roles:
@@ -62,9 +60,11 @@ def _natural_roles(part: Dataset, raw: Raw, clients: int | None, share: float, s
         raise DataError(
             f"partition='natural': these {part.part_name} samples have no writers; use 'dirichlet' or 'iid'"
         )
-    total = len(torch.unique(raw.owners))
-    validation = _of(total, share)
-    able = total - validation
+    people = torch.unique(raw.owners).tolist()
+    total = len(people)
+    names = [str(person) if raw.names is None else raw.names[person] for person in people]
+    train, validation = divide(names, share, seed, clients)
+    able = total - len(validation)
     if able < 1:
         raise ConfigError(f"validation_share={share} of {total} natural clients leaves none to train; lower it")
     if able < (clients or 1):
@@ -72,7 +72,7 @@ def _natural_roles(part: Dataset, raw: Raw, clients: int | None, share: float, s
             f"clients={clients} but {part.part_name} has {total} natural clients here, {able} of them for "
             f"training (validation_share={share}); lower clients"
         )
-    return _roles(total, clients or able, validation, seed)
+    return _Roles(total, train, validation, by_id=True)
 
 
 def _made_up_roles(part: Dataset, raw: Raw, clients: int | None, share: float, seed: int) -> _Roles:
@@ -86,12 +86,9 @@ def _made_up_roles(part: Dataset, raw: Raw, clients: int | None, share: float, s
             f"clients={wanted} and {validation} for validation are more than the {len(raw.train)} training "
             f"samples of {part.part_name}; lower clients"
         )
-    return _roles(total, wanted, validation, seed)
-
-
-def _of(total: int, share: float) -> int:
-    """The number of validation clients among so many: at least one when any are asked for."""
-    return max(1, round(total * share)) if share > 0 else 0
+    # by lot: late clients can differ (Dirichlet pools run dry), and roles must not follow
+    order = torch.from_numpy(Seeded.root(seed).child("roles").numpy().permutation(total))
+    return _Roles(total, order[:wanted], order[wanted:], by_id=False)
 
 
 def _default_partition(part: Dataset, raw: Raw) -> str:
@@ -126,7 +123,7 @@ def _federation(name: str, raw: Raw, owners: Tensor, roles: _Roles, note: str) -
         held = _pack(raw, owners, roles.validation, roles.clients)
         validation, sizes = held.samples(), held.sizes
     train = _pack(raw, owners, roles.train, roles.clients)
-    return Federation(name, train, validation, len(roles.validation), raw.test, note, sizes)
+    return Federation(name, train, validation, len(roles.validation), raw.test, note, sizes, roles.by_id)
 
 
 def _pack(raw: Raw, owners: Tensor, ids: Tensor, clients: int) -> Packed:
@@ -145,10 +142,19 @@ def federation_from_arrays(
     classes: int | None = None,
     validation_share: float = 0.0,
     seed: int = 0,
+    names: Sequence[str] | None = None,
 ) -> Federation:
     """A user's own numpy arrays or tensors: samples, labels, and the client 0..N-1 of each (-1: left out).
 
     uint8 samples are images (models see them divided by 255); anything else becomes float32 as it is.
+
+    `classes` is what you know beforehand, or it is counted in the test labels, which are public. It is never counted in
+    clients' labels, because the model's shape tells it to everyone. A client's label beyond it is an error here, before
+    anything is released.
+
+    With a `validation_share` each client validates or trains by a hash of its name, `seed` and the share: about that
+    share of them, and nobody's role depends on who else is there. A client's name is its number; if numbers change when
+    others come and go, give `names`, what each client is always called.
     """
     _check_request(None, validation_share)
     train, test = _own_samples("", x, y), _own_samples("test_", test_x, test_y)
@@ -156,20 +162,38 @@ def federation_from_arrays(
         raise DataError(
             f"x has samples of shape {[*train.x.shape[1:]]}, test_x of {[*test.x.shape[1:]]}; they must agree"
         )
-    known = classes if classes is not None else 1 + int(max(train.y.max(), test.y.max()))
-    _check_labels("y", train.y, known)
-    _check_labels("test_y", test.y, known)
+    known = classes if classes is not None else 1 + int(test.y.max())
+    _check_labels("test_y", test.y, known, "number the labels from 0, or give classes")
+    counted = f"the test labels show {known} classes: give classes=, the number that is known without looking at y"
+    _check_labels("y", train.y, known, "number the labels from 0, or give classes" if classes is not None else counted)
     who = _own_clients(owners, len(train))
     total = int(who.max()) + 1
-    validation = _of(total, validation_share)
-    if validation >= total:
-        raise DataError(f"validation_share={validation_share} of {total} clients leaves none to train; lower it")
-    roles = (
-        _roles(total, total - validation, validation, seed)
-        if validation
-        else _Roles(total, torch.arange(total), who[:0])
-    )
+    roles = _own_roles(_own_names(names, total), validation_share, seed)
     return _federation("arrays", Raw(train, test, who, known), who, roles, "")
+
+
+def _own_roles(names: Sequence[str], share: float, seed: int) -> _Roles:
+    total, (train, validation) = len(names), divide(names, share, seed)
+    if not len(train):
+        raise DataError(f"validation_share={share} of {total} clients leaves none to train; lower it")
+    if share > 0 and not len(validation):
+        raise DataError(
+            f"validation_share={share} of {total} clients gives no validation client: each is drawn on its own; "
+            "raise it"
+        )
+    return _Roles(total, train, validation, by_id=share > 0)
+
+
+def _own_names(names: Sequence[str] | None, clients: int) -> Sequence[str]:
+    if names is None:
+        return [str(client) for client in range(clients)]
+    given = [str(name) for name in names]
+    if len(given) != clients or len(set(given)) != clients:
+        raise DataError(
+            f"names has {len(given)} entries, {len(set(given))} of them different, for {clients} clients; "
+            "each client needs one of its own"
+        )
+    return given
 
 
 def _own_samples(prefix: str, x: Any, y: Any) -> Samples:
@@ -220,9 +244,8 @@ def _tensor(name: str, values: Any) -> Tensor:
         raise DataError(f"{name} ({kind}) must be an array of numbers, all rows alike: {reason}") from None
 
 
-def _check_labels(name: str, labels: Tensor, classes: int) -> None:
+def _check_labels(name: str, labels: Tensor, classes: int, otherwise: str) -> None:
     if not 0 <= int(labels.min()) <= int(labels.max()) < classes:
         raise DataError(
-            f"{name} runs from {int(labels.min())} to {int(labels.max())}, must be in 0..{classes - 1}; "
-            "number the labels from 0, or give classes"
+            f"{name} runs from {int(labels.min())} to {int(labels.max())}, must be in 0..{classes - 1}; {otherwise}"
         )

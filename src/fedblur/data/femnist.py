@@ -17,10 +17,13 @@ from torch import Tensor
 from fedblur.data.cache import place_of, read_cached
 from fedblur.data.holdout import check_share, only_split, train_and_test, with_many_samples
 from fedblur.data.hub import hub_source
+from fedblur.data.population import Samples
 from fedblur.data.raw import Dataset, Form, Place, Raw
 from fedblur.data.source import Source, Stored
 from fedblur.errors import ConfigError, DataError
 from fedblur.registry import register
+
+_CLASSES = 62
 
 
 @register("dataset", "femnist")
@@ -41,7 +44,7 @@ class Femnist(Dataset):
         check_share("dataset.femnist.test_share", self.test_share)
 
     def form(self) -> Form:
-        return (1, 28, 28), 62
+        return (1, 28, 28), _CLASSES
 
     def load(self, data_dir: Path | None) -> Raw:
         stored = self._of_known_writers(read_cached("femnist", self.source(data_dir)))
@@ -49,9 +52,9 @@ class Femnist(Dataset):
         note = f"writers with at least {self.min_samples} images"
         if only_split(stored) is not None:
             note += f", {self.test_share:.0%} of each writer's images held out for test"
-        flip = _bright_background(train.x)
-        train_set, test_set = (type(s)(_turned(s.x, flip), s.y) for s in (train.samples(), test.samples()))
-        return Raw(train_set, test_set, train.writers, stored.classes, note, "synthetic users, not writers")
+        train_set, test_set = (Samples(_turned(split.x), split.y) for split in (train, test))
+        made_up = "synthetic users, not writers"
+        return Raw(train_set, test_set, train.writers, _CLASSES, note, made_up, train.names())
 
     def _of_known_writers(self, stored: Stored) -> Stored:
         main = "train" if "train" in stored.splits else "test"
@@ -70,13 +73,14 @@ class Femnist(Dataset):
         return place_of("femnist", self.source(data_dir))
 
     def source(self, data_dir: Path | None) -> Source:
-        return hub_source("femnist", "flwrlabs/femnist", "L", data_dir)
+        return hub_source("femnist", "flwrlabs/femnist", "L", _CLASSES, data_dir)
 
 
-def _bright_background(x: Tensor) -> bool:
-    """Characters hardly touch the top row, so its median is the background."""
-    return bool(x[:, :, 0].flatten()[:1_000_000].median() > 127)
+def _turned(x: Tensor) -> Tensor:
+    """Each image with a dark background. It decides for itself: one client's images must not turn another's.
 
-
-def _turned(x: Tensor, flip: bool) -> Tensor:
-    return 255 - x if flip else x
+    Characters hardly touch the border, so what most of it is, is background.
+    """
+    border = torch.cat([x[:, 0, 0], x[:, 0, -1], x[:, 0, 1:-1, 0], x[:, 0, 1:-1, -1]], dim=1)  # [images, 108]
+    bright = (border > 127).sum(dim=1, dtype=torch.int64) * 2 > border.shape[1]
+    return torch.where(bright[:, None, None, None], 255 - x, x)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fedblur.data.source import Split, Stored
 from fedblur.errors import ConfigError, DataError
@@ -42,15 +41,25 @@ def both_splits(stored: Stored, name: str) -> tuple[Split, Split]:
 def hold_out(split: Split, share: float) -> tuple[Split, Split]:
     """(train, test). With writers the share is taken within each, as in federated EMNIST; else at random."""
     groups = torch.zeros_like(split.y) if split.writers is None else split.writers
-    held = torch.from_numpy(_held(groups.numpy(), share))
+    held = torch.from_numpy(_held(groups.numpy(), split.names(), share))
     if not held.any():
         raise DataError(f"test_share={share} of {len(split.y)} samples leaves no test samples; raise it")
     return split.take(torch.nonzero(~held).flatten()), split.take(torch.nonzero(held).flatten())
 
 
-def _held(groups: NDArray[np.int64], share: float) -> NDArray[np.bool_]:
-    """In each group of n samples, floor(share · n) of them: nobody is left without training samples."""
-    lottery = Seeded.root(0).child("test split").numpy().random(len(groups))
+def _held(groups: NDArray[np.int64], names: tuple[str, ...] | None, share: float) -> NDArray[np.bool_]:
+    """In each group of n samples, floor(share · n) of them: nobody is left without training samples.
+
+    A writer's lots follow from its own name, so that who else is there changes none of its samples' roles.
+    """
+    lots = Seeded.root(0).child("test split")
+    if names is None:
+        lottery = lots.numpy().random(len(groups))
+    else:
+        by_writer, counts = np.argsort(groups, kind="stable"), np.bincount(groups, minlength=len(names))
+        drawn = [lots.child(name).numpy().random(int(count)) for name, count in zip(names, counts, strict=True)]
+        lottery = np.empty(len(groups))
+        lottery[by_writer] = np.concatenate(drawn)
     order = np.lexsort((lottery, groups))  # by group, and by lot within it
     sizes = np.bincount(groups)
     rank = np.arange(len(groups)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
@@ -64,10 +73,7 @@ def with_many_samples(split: Split, least: int) -> Split:
     assert split.writers is not None
     enough = torch.bincount(split.writers)[split.writers] >= least
     kept = split.take(torch.nonzero(enough).flatten())
-    return Split(kept.x, kept.y, _renumber(kept.writers))
-
-
-def _renumber(writers: Tensor | None) -> Tensor:
-    assert writers is not None
-    codes: Tensor = torch.unique(writers, return_inverse=True)[1]
-    return codes
+    assert kept.writers is not None
+    known, codes = torch.unique(kept.writers, return_inverse=True)
+    people = known if kept.people is None else kept.people[known]  # numbers of the whole source, where it has no ids
+    return Split(kept.x, kept.y, codes, people)

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedblur.data.packed import packed_folder
+from fedblur.data.roles import identities
 from fedblur.data.source import Source, Split, Stored, data_folder, fingerprint
 from fedblur.errors import DataError
 
@@ -33,6 +34,7 @@ class HubFolder:
 
     folder: Path
     mode: Mode
+    classes: int
     local: bool = True
 
     @property
@@ -43,7 +45,9 @@ class HubFolder:
         library = _library()
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch, _quiet(library):
             try:  # the scratch folder takes the library's own copy, of no use once the images are packed
-                return _pack(library.load_dataset(str(self.folder), cache_dir=scratch), self.mode, library)
+                return _pack(
+                    library.load_dataset(str(self.folder), cache_dir=scratch), self.mode, self.classes, library
+                )
             except DataError:
                 raise
             except Exception as error:  # the library raises whatever its readers raise
@@ -59,6 +63,7 @@ class HubName:
     name: str  # ours
     hub_name: str  # owner/name
     mode: Mode
+    classes: int
     local: bool = False
 
     @property
@@ -70,7 +75,7 @@ class HubName:
         with _quiet(library):
             try:
                 _reach(self.hub_name)
-                return _pack(library.load_dataset(self.hub_name), self.mode, library)
+                return _pack(library.load_dataset(self.hub_name), self.mode, self.classes, library)
             except DataError:
                 raise
             except Exception as error:
@@ -84,17 +89,18 @@ class HubName:
         )
 
 
-def hub_source(name: str, hub_name: str, mode: Mode, data_dir: Path | None) -> Source:
-    """The user's own copy when there is one, else the hub."""
-    return packed_folder(name, data_dir) or local_folder(name, mode, data_dir) or HubName(name, hub_name, mode)
+def hub_source(name: str, hub_name: str, mode: Mode, classes: int, data_dir: Path | None) -> Source:
+    """The user's own copy when there is one, else the hub. `classes` is what is known of the data set, not counted."""
+    own = packed_folder(name, data_dir) or local_folder(name, mode, classes, data_dir)
+    return own or HubName(name, hub_name, mode, classes)
 
 
-def local_folder(name: str, mode: Mode, data_dir: Path | None) -> HubFolder | None:
+def local_folder(name: str, mode: Mode, classes: int, data_dir: Path | None) -> HubFolder | None:
     """DIR/name, when it holds parquet files."""
     folder = data_folder(data_dir)
     if folder is None or not any((folder / name).rglob("*.parquet")):
         return None
-    return HubFolder(folder / name, mode)
+    return HubFolder(folder / name, mode, classes)
 
 
 def _library() -> Any:
@@ -129,26 +135,28 @@ def _quiet(library: Any) -> Iterator[None]:
             library.enable_progress_bars()
 
 
-def _pack(tables: Any, mode: Mode, library: Any) -> Stored:
+def _pack(tables: Any, mode: Mode, classes: int, library: Any) -> Stored:
     splits = {split: _pack_split(table, mode, library) for split, table in tables.items() if split in ("train", "test")}
     if not splits:
         raise DataError(
             f"found splits {sorted(tables)}, but neither 'train' nor 'test'; name the files train-*.parquet"
         )
-    first = next(iter(tables.values()))
-    known = getattr(first.features[_column(first, "label", "character")], "num_classes", None)
-    return Stored(splits, known or 1 + max(int(split.y.max()) for split in splits.values()))
+    for name, split in splits.items():
+        if not 0 <= int(split.y.min()) <= int(split.y.max()) < classes:
+            raise DataError(f"the {name} labels are not all in 0..{classes - 1}, as those of this data set are")
+    return Stored(splits, classes)
 
 
 def _pack_split(table: Any, mode: Mode, library: Any) -> Split:
     picture, label = _column(table, "image", "img"), _column(table, "label", "character")
     encoded = table.cast_column(picture, library.Image(decode=False)).with_format("arrow")
     pixels = np.concatenate([_decode(batch.column(picture), mode) for batch in encoded.iter(batch_size=1000)])
-    writers = None
+    writers, people = None, None
     if "writer_id" in table.column_names:
-        writers = torch.from_numpy(_codes(np.asarray(encoded[:].column("writer_id"))))
+        names, codes = np.unique(np.asarray(encoded[:].column("writer_id")).astype(str), return_inverse=True)
+        writers, people = torch.from_numpy(codes.astype(np.int64)), identities(names.tolist())
     y = np.asarray(encoded[:].column(label)).astype(np.int64)
-    return Split(torch.from_numpy(pixels), torch.from_numpy(y), writers)
+    return Split(torch.from_numpy(pixels), torch.from_numpy(y), writers, people)
 
 
 def _column(table: Any, *names: str) -> str:
@@ -167,11 +175,6 @@ def _decode(column: Any, mode: Mode) -> NDArray[np.uint8]:
         raise DataError("the images differ in size; all images of a data set must have the same height and width")
     stacked = np.stack(pictures)
     return stacked[:, None] if mode == "L" else np.ascontiguousarray(stacked.transpose(0, 3, 1, 2))
-
-
-def _codes(names: NDArray[Any]) -> NDArray[np.int64]:
-    """Writers' names -> 0..K-1, in the names' order."""
-    return np.unique(names.astype(str), return_inverse=True)[1].astype(np.int64)
 
 
 def _line(error: Exception) -> str:

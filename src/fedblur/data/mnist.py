@@ -17,6 +17,8 @@ from fedblur.data.raw import Dataset, Form, Place, Raw
 from fedblur.data.source import Source
 from fedblur.registry import register
 
+_CLASSES = 10
+
 
 @register("dataset", "mnist")
 @dataclass(frozen=True)
@@ -28,16 +30,17 @@ class Mnist(Dataset):
     summary: ClassVar[str] = "28x28 handwritten digits, 10 classes, 60,000 training images"
 
     def form(self) -> Form:
-        return (1, 28, 28), 10
+        return (1, 28, 28), _CLASSES
 
     def load(self, data_dir: Path | None) -> Raw:
         stored = read_cached("mnist", self.source(data_dir))
         train, test = both_splits(stored, "mnist")
         made_up = "synthetic users, not writers"
-        return Raw(train.samples(), test.samples(), train.writers, stored.classes, made_up_note=made_up)
+        samples = train.samples(), test.samples()
+        return Raw(*samples, train.writers, _CLASSES, made_up_note=made_up, names=train.names())
 
     def place(self, data_dir: Path | None) -> Place:
         return place_of("mnist", self.source(data_dir))
 
     def source(self, data_dir: Path | None) -> Source:
-        return hub_source("mnist", "ylecun/mnist", "L", data_dir)
+        return hub_source("mnist", "ylecun/mnist", "L", _CLASSES, data_dir)

@@ -89,6 +89,7 @@ def _compressed(part: Split) -> bytes:
     """Channels last; in colour each byte is the difference to the same channel of the pixel before: a tenth smaller."""
     tensors = {"x": part.x.permute(0, 2, 3, 1).contiguous(), "y": part.y}
     tensors |= {} if part.writers is None else {"writers": part.writers}
+    tensors |= {} if part.people is None else {"people": part.people}
     channels = part.x.shape[1]
     delta = [{"id": lzma.FILTER_DELTA, "dist": channels}] if channels > 1 else []  # grey: a seventh larger by it
     filters = [*delta, {"id": lzma.FILTER_LZMA2, "preset": _FAST}]
@@ -99,7 +100,7 @@ def _part(path: Path) -> Split:
     try:
         tensors = load(lzma.decompress(path.read_bytes()))
         x: Tensor = tensors["x"].permute(0, 3, 1, 2).contiguous()
-        return Split(x, tensors["y"], tensors.get("writers"))
+        return Split(x, tensors["y"], tensors.get("writers"), tensors.get("people"))
     except (lzma.LZMAError, EOFError, SafetensorError, KeyError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(f"{path} is damaged ({reason}); copy it again") from None
@@ -111,4 +112,5 @@ def _joined(parts: list[Split]) -> Split:
         torch.cat([part.x for part in parts]),
         torch.cat([part.y for part in parts]),
         torch.cat(writers) if len(writers) == len(parts) else None,
+        parts[0].people,  # each part has all of them
     )

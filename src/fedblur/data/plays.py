@@ -47,17 +47,17 @@ class Plays(Dataset):
         return (self.window,), len(LETTERS)
 
     def load(self, data_dir: Path | None) -> Raw:
-        train, test, owners = [], [], []
-        for speaker, (_, text) in enumerate(speakers()):
+        people, train, test, owners = speakers(), [], [], []
+        for speaker, (_, text) in enumerate(people):
             tokens = encode(text)
             cut = round(len(tokens) * (1 - self.test_share))
             train.append(_windows(tokens[:cut], self.window))
             test.append(_windows(tokens[cut:], self.window))  # reads nothing from before the cut
             owners.append(torch.full((cut,), speaker))
         note = f"speakers of plays, the last {self.test_share:.0%} of each one's words held out for test"
-        return Raw(
-            _joined(train), _joined(test), torch.cat(owners), len(LETTERS), note, "synthetic users, not speakers"
-        )
+        names = tuple(name for name, _ in people)
+        made_up = "synthetic users, not speakers"
+        return Raw(_joined(train), _joined(test), torch.cat(owners), len(LETTERS), note, made_up, names)
 
 
 def speakers() -> list[tuple[str, str]]:

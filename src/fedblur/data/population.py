@@ -126,6 +126,7 @@ class Federation:
     test: Samples
     note: str = ""  # what a table must say about these data, for instance that users are synthetic
     validation_sizes: Tensor | None = None  # [validation clients], int64: whose samples follow whose in `validation`
+    by_id: bool = False  # whether roles follow from clients' own ids (`roles.py`)
 
 
 def as_input(x: Tensor) -> Tensor:

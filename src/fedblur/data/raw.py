@@ -27,9 +27,10 @@ class Raw:
     train: Samples
     test: Samples
     owners: Tensor | None  # [train samples], int64: natural client 0..K-1 of each; None: nobody knows
-    classes: int
+    classes: int  # public: known beforehand, never counted in the labels
     note: str = ""  # what a table must say about these samples
     made_up_note: str = "synthetic users"  # and what it must add when clients are cut from them
+    names: tuple[str, ...] | None = None  # of natural clients 0..K-1: roles follow from them; None: their numbers
 
 
 class Described(ABC):

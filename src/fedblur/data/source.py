@@ -25,13 +25,25 @@ class Split:
     x: Tensor  # [samples, channels, height, width], uint8
     y: Tensor  # [samples], int64
     writers: Tensor | None  # [samples], int64, 0..K-1
+    people: Tensor | None = None  # [K], int64: a hash of each writer's own id (`roles.identities`); None: not known
 
     def samples(self) -> Samples:
         return Samples(self.x, self.y)
 
     def take(self, index: Tensor) -> Split:
         """Only these samples."""
-        return Split(self.x[index], self.y[index], None if self.writers is None else self.writers[index])
+        return Split(self.x[index], self.y[index], None if self.writers is None else self.writers[index], self.people)
+
+    def names(self) -> tuple[str, ...] | None:
+        """What each writer is called: the same in every copy of the data, whoever else is in it.
+
+        Where ids are not known (exports by version 0.1), the place in the source has to do.
+        """
+        if self.writers is None:
+            return None
+        if self.people is None:
+            return tuple(map(str, range(int(self.writers.max()) + 1)))
+        return tuple(map(str, self.people.tolist()))
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from fedblur.report.group_charts import group_figures
 from fedblur.report.page import Page
 from fedblur.report.records import Group, Record, flatten, grouped
 from fedblur.report.run_charts import run_figures
-from fedblur.report.statement import page_of, read_statement, rounded_up
+from fedblur.report.statement import page_of, read_statement, rounded_up, words_of_total
 from fedblur.summary import SEEDED
-from fedblur.verification import compose, read_books
+from fedblur.verification import read_books
 
 MOST_DETAILS = 12  # groups with figures of their own; more would make the page large
 MOST_COMPOSED = 60  # runs whose common cost is computed
@@ -240,13 +240,10 @@ def _together(records: Sequence[Record]) -> str:
     if len(paths) < 2 or len(paths) > MOST_COMPOSED or len(data) > 1:
         return ""
     try:
-        delta, total = compose([read_books(path) for path in paths])
+        figures = words_of_total([read_books(path) for path in paths])
     except FedBlurError:
         return ""
-    known = [f"{name.upper()} {rounded_up(value)}" for name, value in total.items() if value is not None]
-    return (
-        f"All {len(paths)} runs on these clients together: ε = {', '.join(known)} at δ = {delta:.3g}" if known else ""
-    )
+    return f"All {len(paths)} runs on these clients together: {figures}" if figures else ""
 
 
 def _line_facts(line: Line, comparisons: int, public: bool) -> dict[str, Any]:

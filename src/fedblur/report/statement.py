@@ -22,7 +22,7 @@ from fedblur.report.page import Page, Section, html, markdown
 from fedblur.report.statement_how import how
 from fedblur.report.statement_words import QUESTIONS, assumed, counted, delta_against, meaning, not_protected
 from fedblur.runfolder import RunFolder
-from fedblur.verification import ACCOUNTANTS, Books, compose, read_books, read_json, verify
+from fedblur.verification import ACCOUNTANTS, Books, compose, read_books, read_json, unprotected, verify
 
 SEEDED = "not private: seeded noise"
 
@@ -48,8 +48,8 @@ class Statement:
     def not_private(self) -> str | None:
         """Why this very run protects nobody, in plain words."""
         warning = self.privacy["warning"]
-        if not warning:
-            return None
+        if not warning:  # the ledger's word counts too
+            return SEEDED if self.books.randomness == "seed" else None
         return SEEDED if "seeded" in warning else str(warning).replace("NOT PRIVATE", "not private")
 
     @property
@@ -78,6 +78,10 @@ class Statement:
 
     def not_protected(self) -> tuple[str, ...]:
         return not_protected(self.discrete, self.votes, self.scored)
+
+    def unprotected(self) -> str | None:
+        """Why the total over this run and the others is infinite though they added noise."""
+        return unprotected([self.books, *self.also])
 
     def epsilons(self) -> dict[str, float | None]:
         return {name: self.books.epsilon(name) for name in ACCOUNTANTS}
@@ -115,7 +119,7 @@ class Statement:
             "releases": len(self.books.spends),
             "claim": privacy,
             "runs_composed": 1 + len(self.also),
-            "total": {"delta": total_delta, "epsilon": total},
+            "total": {"delta": total_delta, "epsilon": total, "infinite_because": self.unprotected()},
             "tuning": self.tuning or None,
             "assumed": list(assumed(self.seeded, self.privacy["sampling"])),
             "not_protected": list(self.not_protected()),
@@ -229,9 +233,8 @@ def _tuning(statement: Statement) -> Section:
     uncounted = "" if recorded or statement.also or not statement.tuning else "what that cost is not counted here"
     rows.append(("settings", "; ".join(filter(None, (recorded, statement.tuning, uncounted))) or unknown))
     if statement.also:
-        delta, total = compose([statement.books, *statement.also])
-        figures = ", ".join(f"{name.upper()} {rounded_up(value)}" for name, value in total.items() if value is not None)
-        rows.append((f"all {1 + len(statement.also)} runs together", f"ε = {figures} at δ = {delta:.4g}"))
+        figures = words_of_total([statement.books, *statement.also], digits=4)
+        rows.append((f"all {1 + len(statement.also)} runs together", figures))
     text = (
         "Every run on the same clients adds to what they lose, failed ones and those for tuning too. The claim above "
         "is for this run alone."
@@ -282,6 +285,16 @@ def _audits(run: Path) -> list[tuple[str, str]]:
             words = ", ".join(f"{name} ε = {value:.2f}" for name, value in found.items())
             rows.append(("empirical audit", f"{words} ({audit['canaries']:,} canaries); a lower bound, no proof"))
     return rows
+
+
+def words_of_total(books: list[Books], digits: int = 3) -> str:
+    """What runs on the same clients cost together, or why that is infinite; nothing where no accountant has a bound."""
+    why = unprotected(books)
+    if why is not None:
+        return f"ε = ∞, since {why}"
+    delta, total = compose(books)
+    known = [f"{name.upper()} {rounded_up(value)}" for name, value in total.items() if value is not None]
+    return f"ε = {', '.join(known)} at δ = {delta:.{digits}g}" if known else ""
 
 
 def rounded_up(value: float | None) -> str:

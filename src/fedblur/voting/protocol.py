@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fedblur.checkpoint import Checkpoint, load_newest, save_checkpoint, write_atomically
 from fedblur.config import Config
 from fedblur.data.population import Federation
+from fedblur.data.roles import ROLES
 from fedblur.engines import suitable_threads
 from fedblur.errors import RunError
 from fedblur.evaluation import evaluate
@@ -96,7 +97,7 @@ class _Office:
         tensors = {"theta": student.theta, "velocity": student.velocity}
         tensors |= {} if labels is None else {"labels": labels}
         state = {"config": self.resolved, "steps": student.steps, "share": student.share, "local_only": figures}
-        state["ledger"] = self.election.ledger.anchor()
+        state |= {"ledger": self.election.ledger.anchor(), "roles": ROLES}
         save_checkpoint(self.folder.checkpoints, Checkpoint(round_, tensors, state))
 
     # --- votes: inside the trusted boundary ---

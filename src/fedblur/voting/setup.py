@@ -18,7 +18,7 @@ from fedblur.data.population import Federation, Samples
 from fedblur.events import Votes
 from fedblur.fitting import check_fit
 from fedblur.functional import Forward, Layout, as_function, check_model, initial_vector
-from fedblur.ledger import Budget, Ledger
+from fedblur.ledger import Budget, Ledger, randomness_of
 from fedblur.models import make_model
 from fedblur.rng import Rng, Seeded, make_rng
 from fedblur.setup import Machine, held_out, load
@@ -88,7 +88,10 @@ def prepare(
         electorate=settings.electorate(Booth(data.train, module, device, machine.engine, rng)),
         plan=plan,
         ledger=Ledger(
-            ledger, Budget(plan.epsilon_target, plan.delta, config.accountant, plan.rounds), config_hash(config)
+            ledger,
+            Budget(plan.epsilon_target, plan.delta, config.accountant, plan.rounds),
+            config_hash(config),
+            randomness_of(config.seed),
         ),
         rng=rng,
         device=device,
