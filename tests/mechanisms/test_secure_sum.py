@@ -176,8 +176,9 @@ def test_min_cohort__shares_are_sized_for_the_fewest_clients_that_are_accepted(k
 
 def test_invariant_8__fewer_clients_than_shares_are_sized_for_abort_the_round() -> None:
     mechanism, request = bind(DDGauss(mode="exact", min_cohort=4), 100, 5), Release(100, S, 1.0, 3, CPU)
-    with pytest.raises(RoundAborted, match="3 clients of the 4"):
-        mechanism.accumulate(iter(()), request, Seeded.root(0))
+    for came in ([Bounded(torch.zeros(3, 100), S)], []):  # before anyone's message is looked at
+        with pytest.raises(RoundAborted, match="3 clients of the 4"):
+            mechanism.accumulate(came, request, Seeded.root(0))
 
 
 @pytest.mark.parametrize("mode", ["fast", "exact"])

@@ -131,12 +131,13 @@ class Gate:
             "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "MUTANT_REPORT": f"{log}.jsonl",
             "HYPOTHESIS_STORAGE_DIRECTORY": str(self.work / "hypothesis"),
         }  # fmt: skip
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         fixed = ["-q", "-p", "no:cacheprovider", "-p", "mutant_report", "--hypothesis-seed=0", f"--basetemp={log}"]
         began = time.perf_counter()
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "pytest", *fixed, *options, *nodes],
-                cwd=self.root, env=os.environ | settings, timeout=SECONDS if options else None,
+                cwd=self.root, env=inherited | settings, timeout=SECONDS if options else None,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
             )  # fmt: skip
             output, late = done.stdout, False
