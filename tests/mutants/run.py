@@ -235,7 +235,7 @@ def run(mutants: list[Mutant], root: Path = ROOT, processes: int = 2) -> list[st
         print(f"waits     {mutant.name}: needs {mutant.needs}", flush=True)
     ready = [mutant for mutant in mutants if not mutant.needs]
     wrong: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(processes + 1) as pool:
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(processes) as pool:
         gate, copies = Gate(root, Path(folder).resolve()), Queue[Path]()
         for number in range(processes):
             copies.put(gate.copy(f"src-{number}"))
