@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run paper test test-long check lint docs docs-serve package bench clean
+.PHONY: help setup run paper test test-long mutants check lint docs docs-serve package bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -30,6 +30,9 @@ test: $(STAMP) ## Run the whole test suite
 
 test-long: $(STAMP) ## Run the tests of minutes too: federations of real processes that are killed, attacked, documented
 	FEDBLUR_LONG=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+
+mutants: $(STAMP) ## Plant a hundred privacy bugs, one at a time, and see a test fail for each (PART=3/10: every tenth)
+	$(BIN)/python -m tests.mutants.run $(if $(PART),--part $(PART))
 
 lint: $(STAMP) ## Style and types only
 	$(BIN)/ruff check .

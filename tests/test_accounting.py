@@ -8,9 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from dp_accounting.pld import PLDAccountant
 
+from fedblur.accountants import INTERPRETERS
 from fedblur.accounting import (
     Accountant,
+    _spent,
     adjacency,
     calibrate,
     epsilon,
@@ -21,6 +24,7 @@ from fedblur.accounting import (
 from fedblur.errors import ConfigError, PrivacyError
 from fedblur.events import Composed, Event, FixedSizeSampled, Gaussian, PoissonSampled, SelfComposed
 from fedblur.mechanisms.gaussian import Gaussian as GaussianMechanism
+from fedblur.mechanisms.rounded_gaussian import TAIL
 from fedblur.sampling import Fixed, Poisson
 
 BOTH: list[Accountant] = ["pld", "rdp"]
@@ -137,6 +141,24 @@ def test_epsilon__edges(accountant: Accountant) -> None:
             epsilon(poisson(1.0), 1, delta, accountant)
     with pytest.raises(ConfigError, match="count=-1"):
         epsilon(poisson(1.0), -1, 1e-5, accountant)
+
+
+def test_epsilon__what_the_noise_leaves_out_is_paid_for_out_of_delta(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise ends at 32 deviations: 2^64 draws of it and an epsilon of 350 still fit into what is taken off delta."""
+    seen: list[float] = []
+    monkeypatch.setitem(INTERPRETERS, "rdp", lambda releases, delta: seen.append(delta) or 1.0)
+    for delta in (1e-2, 1e-5, 2.0**-100):
+        _spent.__wrapped__(Gaussian(1.0), 3, delta, "rdp")
+        assert 2.0**64 * (1 + math.exp(350)) * TAIL <= delta - seen[-1] <= 1e-9 * delta
+
+
+def test_epsilon__what_rounding_may_hide_is_paid_for_out_of_delta(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The FFT of PLD is off by up to 7e-17 a round in delta (`accountants.py`)."""
+    seen: list[float] = []
+    monkeypatch.setattr(PLDAccountant, "get_epsilon", lambda self, delta: seen.append(delta) or 1.0)
+    for rounds in (10, 5000):
+        _spent.__wrapped__(PoissonSampled(0.1, Gaussian(1.0)), rounds, 1e-6, "pld")
+        assert 7e-16 * rounds <= 1e-6 - seen[-1] <= 1e-9
 
 
 def test_epsilon__fixed_size_edges() -> None:

@@ -4,6 +4,7 @@ import math
 import os
 import random
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,42 @@ def test_ledger__a_seeded_round_that_is_repeated_is_the_same_release(tmp_path: P
     assert len(ledger.spends()) == 3
     with pytest.raises(PrivacyError):
         ledger.demand_room(4, EVENT, replay=True)
+
+
+class Disk:
+    """What is asked of the disk, in order: ("write" or "fsync", the name of the file or folder)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *paths: Path) -> None:
+        self.paths, self.calls = paths, list[tuple[str, str]]()
+        for name in ("write", "fsync"):
+            monkeypatch.setattr(os, name, self._noted(name, getattr(os, name)))
+
+    def _noted(self, name: str, real: Callable[..., int]) -> Callable[..., int]:
+        def call(handle: int, *data: bytes) -> int:
+            here = os.fstat(handle)
+            self.calls += [(name, path.name) for path in self.paths if os.path.samestat(path.stat(), here)]
+            return real(handle, *data)
+
+        return call
+
+
+def test_invariant_6__a_line_is_on_disk_before_spend_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line in the system's memory is lost with the power: written, then forced to the disk, then released."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    ledger = Ledger(folder / "l.jsonl", BUDGET)
+    disk = Disk(monkeypatch, ledger.path, folder)
+    ledger.spend(1, EVENT, replay=False)
+    assert disk.calls == [("write", "l.jsonl"), ("fsync", "l.jsonl")]
+
+
+def test_invariant_6__a_new_ledgers_name_is_on_disk_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a crash can take the whole file: its lines are there, and no folder leads to them."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    disk = Disk(monkeypatch, folder)
+    Ledger(folder / "l.jsonl", BUDGET)
+    assert disk.calls == [("fsync", "run")]
 
 
 def test_ledger__an_event_of_another_kind_or_budget_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from fedblur.client import Block, ClientJob
 from fedblur.clipping import clip_l2
 from fedblur.config import Config, LocalTraining
 from fedblur.engines import LocalEngine
+from fedblur.errors import RoundAborted
 from fedblur.functional import Layout, as_function, initial_vector
 from fedblur.ledger import Budget, Ledger
 from fedblur.mechanisms.gaussian import Gaussian
@@ -123,6 +125,51 @@ def test_invariant_6__the_ledger_row_is_on_disk_before_the_server_sees_the_sum(t
     for t in (1, 2):
         state = run_round(p, state, Seeded.root(0).child("round", t)).state
     assert seen == [1, 2]
+
+
+def test_invariant_6__written_then_forced_to_the_disk_then_released(tmp_path: Path, monkeypatch) -> None:
+    order = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Witness(Sgd):
+        def direction(self, buffers, mean_update, round_, noise_std):
+            order.append("release")
+            return mean_update, {}
+
+    p = protocol(tmp_path, server=Witness())
+    write, fsync = os.write, os.fsync
+    monkeypatch.setattr(os, "write", lambda file, data: (order.append("write"), write(file, data))[1])
+    monkeypatch.setattr(os, "fsync", lambda file: (order.append("fsync"), fsync(file))[1])
+    run_round(p, first_state(p), System())
+    assert order == ["write", "fsync", "release"]
+
+
+def test_invariant_6__a_line_cut_short_is_counted_before_the_next_round(tmp_path: Path) -> None:
+    """A crash while a round was paid for: that round may have been released, and the next one must not hide it."""
+    p = protocol(tmp_path)
+    state = run_round(p, first_state(p), System()).state
+    run_round(p, state, System())
+    p.ledger.path.write_bytes(p.ledger.path.read_bytes()[:-20])
+    p = dataclasses.replace(p, ledger=Ledger(p.ledger.path, p.ledger.budget))
+    run_round(p, state, System())
+    assert len(p.ledger.spends()) == 3
+
+
+def test_invariant_6__an_aborted_round_is_paid_for(tmp_path: Path, monkeypatch) -> None:
+    p = protocol(tmp_path)
+    monkeypatch.setattr(Gaussian, "accumulate", lambda *values: (_ for _ in ()).throw(RoundAborted("too few")))
+    result = run_round(p, first_state(p), System())
+    assert result.local_only["aborted"] == "too few"
+    assert len(p.ledger.spends()) == 1
+
+
+def test_round__cohorts_of_rounds_differ(tmp_path: Path) -> None:
+    loud = Loud(650)
+    p = protocol(tmp_path, engine=loud)
+    state = first_state(p)
+    for _ in range(3):
+        state = run_round(p, state, System()).state
+    assert len({tuple(ids.tolist()) for ids in loud.asked}) == 3
 
 
 def test_invariant_6__a_ledger_that_cannot_be_written_releases_nothing(tmp_path: Path, monkeypatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -86,6 +87,14 @@ def test_cohort__comes_from_uniform_draws_only() -> None:
     stream = Uniform([0.9, 0.1, 0.5, 0.2, 0.7])
     assert Poisson().sampler(5, 0.5).cohort(stream).tolist() == [1, 3]  # type: ignore[arg-type]
     assert Fixed().sampler(5, 0.6).cohort(stream).tolist() == [1, 2, 3]  # type: ignore[arg-type]
+
+
+def test_poisson__nobody_joins_with_more_than_the_sampling_rate() -> None:
+    """⌊p·2^53⌋ of the 2^53 equally likely draws are below the chance, not one more."""
+    for rate in (0.1, 0.04, 1 / 3):
+        below = math.floor(Fraction(rate) * 2**53)
+        stream = Uniform([(below - 1) * 2.0**-53, below * 2.0**-53, (below + 1) * 2.0**-53])
+        assert Poisson().sampler(3, rate).cohort(stream).tolist() == [0]  # type: ignore[arg-type]
 
 
 def test_cohort__unseeded_rounds_differ() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from typer.testing import CliRunner
 
 from fedblur import Config, Machine, accounting, trials
@@ -102,6 +104,23 @@ def test_score__moves_by_no_more_than_half_over_the_clients_when_one_is_removed(
     assert max(moves) == pytest.approx(0.5)
 
 
+def test_score__one_client_moves_it_by_at_most_what_its_noise_is_sized_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The code's own sum, with a client and without, whatever the model gets right."""
+    search = make_search([BASE, OTHER], DATA, LAW, "public")  # no noise on scores
+    run = Run(tmp_path, {}, make_model(BASE.model, DATA.train.shape, DATA.train.classes, seed=1).eval(), [])
+    bench = trials._Trials(search, tmp_path, CPU, DATA, trials.make_rng(0), lambda config, index: None)
+
+    def score(each: list[float]) -> float:
+        monkeypatch.setattr(trials, "accuracy_by_client", lambda *given: torch.tensor(each, dtype=torch.float64))
+        return bench.score(run, BASE, bench.rng) * DATA.validation_clients
+
+    everyone = [0.0, 1.0, 0.25, 1.0, 0.0, 0.7]
+    moves = [abs(score(everyone) - score(everyone[:i] + everyone[i + 1 :])) for i in range(6)]
+    assert max(moves) == pytest.approx(0.5, abs=1e-8)
+
+
 @pytest.fixture(scope="module")
 def won(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("search") / "winner"
@@ -115,6 +134,22 @@ def test_search__releases_the_winner_and_nothing_else(won: Path) -> None:
     assert [path.name for path in won.parent.iterdir()] == [won.name]
     rows = [json.loads(line) for line in (won / "rounds.jsonl").read_text().splitlines()]
     assert all("local_only" not in row and "epsilon" not in row for row in rows)
+
+
+def test_search__releases_no_times(won: Path) -> None:
+    """How long the winner trained depends on how many clients came, which is private."""
+
+    def keys(value: object) -> set[str]:
+        nested = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        own = {key for key, item in value.items() if item is not None} if isinstance(value, dict) else set()
+        return own.union(*map(keys, nested))
+
+    summary = json.loads((won / "summary.json").read_text())
+    rows = [json.loads(line) for line in (won / "rounds.jsonl").read_text().splitlines()]
+    assert len(rows) >= 3
+    assert summary["machine"]
+    for name in keys([summary, rows]):
+        assert not re.search("second|time|elapsed|duration", name), name
 
 
 def test_search__states_its_cost_and_whom_it_protects_but_not_the_number_of_trials(won: Path) -> None:
@@ -254,6 +289,16 @@ def test_search__picks_every_configuration_and_number_as_the_law_says(tmp_path: 
     drawn = [trials._draw(search, tmp_path / str(seed), trials.make_rng(seed)) for seed in range(300)]
     assert np.mean([len(picks) for picks in drawn]) == pytest.approx(4.0, abs=4 * math.sqrt(12 / 300))
     assert np.mean([pick for picks in drawn for pick in picks]) == pytest.approx(0.5, abs=0.06)
+
+
+def test_search__the_number_of_trials_is_as_random_as_the_law(tmp_path: Path) -> None:
+    """The mean alone would not do: K that is always its mean is not secret, and the accounting is for a random one."""
+    law = TrialCount(1.0, 4.0)
+    search = make_search([BASE, OTHER], DATA, law, "public")
+    drawn = [len(trials._draw(search, tmp_path / str(seed), trials.make_rng(seed))) for seed in range(300)]
+    chances = law.chances(9)[1:]
+    counts = np.bincount(np.clip(drawn, 1, 10) - 1, minlength=10)
+    assert stats.chisquare(counts, 300 * np.append(chances, 1 - chances.sum())).pvalue > 1e-3
 
 
 def test_proxy__chooses_elsewhere_and_costs_one_ordinary_run(tmp_path: Path) -> None:

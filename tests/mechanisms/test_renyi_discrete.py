@@ -100,6 +100,20 @@ def test_sampling__tight_bounds_both_directions(kind: str, std: float, shift: in
         np.testing.assert_allclose(tight, found, rtol=1e-5)  # one discrete Gaussian: the sum is the divergence
 
 
+@pytest.mark.parametrize("shares", [2, 7, 12])
+def test_sampling__tight_pays_for_a_client_that_changes_the_noise(shares: int) -> None:
+    """n shares become n + 1, and neither law is symmetric: τd'(α − ½)/(α − 1) on top of the binomial sum."""
+    rate, event = 0.05, ddg(1.2 * math.sqrt(shares), 1.5, 8, shares)
+    found = poisson_sampled(event, rate, ALPHAS)
+    gap = convolution_gap(event.noise_std, shares)
+    for a, bound in zip(map(int, ALPHAS), found):
+        law = [math.comb(a, l) * (1 - rate) ** (a - l) * rate**l for l in range(a + 1)]  # noqa: E741
+        each = np.concatenate([[0.0, 0.0], divergence(event, np.arange(2.0, a + 1))])
+        plain = math.log(sum(w * math.exp((l - 1) * e) for l, (w, e) in enumerate(zip(law, each)))) / (a - 1)  # noqa: E741
+        assert gap * 8 > 1e-9
+        assert bound - plain == pytest.approx(gap * 8 * (a - 0.5) / (a - 1), rel=1e-4)
+
+
 def test_sampling__small_divergences_keep_their_digits() -> None:
     """At order 2 the bound is log(1 + p²(e^x − 1)), with x far below the rounding of 1."""
     x = (1 / 1e6) ** 2

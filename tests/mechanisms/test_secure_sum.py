@@ -136,6 +136,26 @@ def test_noise__has_its_size_whatever_the_cohort(kind, mode: str, cohort: int) -
     assert int((noisy == 0).sum()) < 10
 
 
+def test_release__wraps_around_after_the_noise_and_not_before() -> None:
+    """Modulo 2^b of sum and noise together is post-processing; of the sum alone it is a jump that noise must hide."""
+    mechanism, request = bind(DDGauss(bits=8), 50, 5), Release(50, S, 1.0, 5, CPU)
+    total = torch.full((mechanism.rotation.padded,), 127)
+    noise = torch.full_like(total, 5)
+    nothing = torch.zeros_like(total)
+    expected = mechanism.release(total + noise - 256, request, nothing)
+    assert torch.equal(mechanism.release(total, request, noise), expected)
+    assert torch.equal(mechanism.release(total - 256, request, noise), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_event__counts_what_rounding_adds_to_a_message(kind) -> None:
+    """On a coarse grid messages are longer than the clip norm, and the event says how much."""
+    mechanism, request = bind(kind(bits=8), 1000, 5), Release(1000, S, 1.0, 5, CPU)
+    whole = mechanism.encode(Bounded(updates(100, 1000), S), range(100), request, Seeded.root(0))
+    longest = float(whole.double().norm(dim=1).max())
+    assert mechanism.grid(1.0).clip_steps < longest <= mechanism.event(1.0).sensitivity
+
+
 def test_invariant_8__fewer_discrete_shares_than_planned_abort_the_round() -> None:
     mechanism, request = bind(DDGauss(mode="exact"), 100, 5), Release(100, S, 1.0, 5, CPU)
     with pytest.raises(PrivacyError, match="3 noise shares arrived of the 5"):
@@ -156,8 +176,9 @@ def test_min_cohort__shares_are_sized_for_the_fewest_clients_that_are_accepted(k
 
 def test_invariant_8__fewer_clients_than_shares_are_sized_for_abort_the_round() -> None:
     mechanism, request = bind(DDGauss(mode="exact", min_cohort=4), 100, 5), Release(100, S, 1.0, 3, CPU)
-    with pytest.raises(RoundAborted, match="3 clients of the 4"):
-        mechanism.accumulate(iter(()), request, Seeded.root(0))
+    for came in ([Bounded(torch.zeros(3, 100), S)], []):  # before anyone's message is looked at
+        with pytest.raises(RoundAborted, match="3 clients of the 4"):
+            mechanism.accumulate(came, request, Seeded.root(0))
 
 
 @pytest.mark.parametrize("mode", ["fast", "exact"])
