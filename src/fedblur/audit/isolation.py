@@ -36,8 +36,7 @@ from fedblur.rng import Seeded
 from fedblur.round import client_job
 from fedblur.setup import Machine, Setup, load, prepare
 
-_OTHERS, _FEW = 40, 12  # other clients; fewer for large models
-_LARGE = 200_000  # parameters
+_OTHERS = 24  # other clients
 _HEAVY = 200  # samples of a target that has far more than all others
 _ALONE = 12  # clients who are tried one by one
 
@@ -62,18 +61,17 @@ def check_isolation(config: Config, machine: Machine | None = None) -> tuple[Che
     """Compare every other client's message with and without the target, and what the target adds to the sum."""
     if config.voting is not None:
         raise ConfigError(f"method {config.voting.part_name!r} sends votes, not updates; check a method of rounds")
-    machine, found = machine or Machine(device="cpu"), []
-    like = load(config, machine)
+    machine = machine or Machine(device="cpu")
+    crowds = list(_crowds(config, load(config, machine)))
     with tempfile.TemporaryDirectory() as folder:
-        for number, crowd in enumerate(_crowds(config, like)):
-            setup = _prepared(config, crowd, like, machine, Path(folder) / f"{number}.jsonl")
-            if not number:
-                copies = _copies(setup, crowd)
-            found.append((crowd, setup))
-        setup = _prepared(config, copies, like, machine, Path(folder) / "copies.jsonl")
-        found.append((copies, setup))
-        differences = [(crowd.name, difference(setup)) for crowd, setup in found]
-        sums = [(crowd.name, sensitivity(setup)) for crowd, setup in found]
+
+        def prepared(crowd: Crowd) -> Setup:
+            return _prepared(config, crowd, machine, Path(folder) / f"{len(list(Path(folder).iterdir()))}.jsonl")
+
+        crowds.append(_copies(prepared(crowds[0]), crowds[0]))
+        setups = [(crowd.name, prepared(crowd)) for crowd in crowds]
+        differences = [(name, difference(setup)) for name, setup in setups]
+        sums = [(name, sensitivity(setup)) for name, setup in setups]
     return _others(differences), _sum(sums)
 
 
@@ -93,7 +91,9 @@ def _sum(sums: list[tuple[str, float | None]]) -> Check:
     if not known:
         return Check("sensitivity of the sum", None, "rounding at random differs between two sums of this mechanism")
     moved, name = max(known)
-    return holds("sensitivity of the sum", moved <= 1, f"the target moves it by {moved:.9f} of the bound at most ({name})")
+    return holds(
+        "sensitivity of the sum", moved <= 1, f"the target moves it by {moved:.9f} of the bound at most ({name})"
+    )
 
 
 def difference(setup: Setup) -> Difference:
@@ -141,12 +141,11 @@ def _counted(rows: Tensor) -> Counter[bytes]:
 
 
 def _crowds(config: Config, like: Federation) -> Iterator[Crowd]:
-    others = _OTHERS
     batch = config.local.batch_size
-    yield Crowd(f"one-sample clients, a target of {_HEAVY}", _packed(like, [1] * others + [_HEAVY]))
-    mixed = [1 + (7 * i) % (2 * batch) for i in range(others)]
+    yield Crowd(f"one-sample clients, a target of {_HEAVY}", _packed(like, [1] * _OTHERS + [_HEAVY]))
+    mixed = [1 + (7 * i) % (2 * batch) for i in range(_OTHERS)]
     yield Crowd("clients of all sizes, a target of one", _packed(like, [*mixed, 1]))
-    between = [2] * (others // 2) + [batch + 1] * (others // 2)
+    between = [2] * (_OTHERS // 2) + [batch + 1] * (_OTHERS // 2)
     yield Crowd("clients of two sizes, a target between", _packed(like, [*between, max(3, batch // 2)]))
 
 
@@ -176,8 +175,8 @@ def _copies(setup: Setup, crowd: Crowd) -> Crowd:
     return Crowd(f"copies of one client, a target of {_HEAVY}", replace(people, starts=starts, sizes=sizes))
 
 
-def _prepared(config: Config, crowd: Crowd, like: Federation, machine: Machine, ledger: Path) -> Setup:
-    """The configuration on this crowd. What an update has to do with privacy stays; how much noise there is does not."""
+def _prepared(config: Config, crowd: Crowd, machine: Machine, ledger: Path) -> Setup:
+    """The configuration on this crowd. All that decides a message stays; the noise does not matter."""
     clipping = config.clipping and replace(config.clipping, bit_noise=10.0)
     plain = replace(
         config, clients=None, evaluate="test", sampling="full", sample_rate=1.0, clipping=clipping,

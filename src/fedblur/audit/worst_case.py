@@ -49,7 +49,7 @@ BLOCKS, _FEATURES, _TENSORS, _CLASSES = 200, 4, 4, 2
 _LOUD_SAMPLES = 4
 _LOUDNESS = 28.0  # norm of a loud client's update in units of S
 _COHORT, _FEWEST = 100, 300  # expected cohort, and clients of a trial, at least
-_SHARES = 25  # the expected cohort where each client draws noise for every coordinate, which takes long
+_SHARES = 10  # the expected cohort where each client draws noise for every coordinate, which takes long
 _MOST = 1_000_000  # clients
 _QUIET_BLOCKS, _QUIET_ROUNDS = 16, 400  # of the run that is all noise
 STATISTICS = (
@@ -172,16 +172,12 @@ def worst_case_ticks(repetitions: int) -> int:
 def _check(case: WorstCase) -> None:
     config = case.config
     if config.voting is not None:
-        raise ConfigError(
-            f"method {config.voting.part_name!r} sends votes, not updates; check a method of rounds"
-        )
+        raise ConfigError(f"method {config.voting.part_name!r} sends votes, not updates; check a method of rounds")
     if math.isinf(config.clip_norm):
         raise ConfigError("clip_norm=inf claims no privacy, so there is nothing to audit; set clip_norm=0.1")
     claimed = config.epsilon
-    if claimed is not None and not 0 < claimed < math.inf or config.noise_multiplier == 0:
-        raise ConfigError(
-            f"epsilon={claimed or math.inf:g} claims nothing that a release could break; give a finite one"
-        )
+    if (claimed is not None and not 0 < claimed < math.inf) or config.noise_multiplier == 0:
+        raise ConfigError("epsilon=inf claims nothing that a release could break; give a finite one")
 
 
 def _finding(case: WorstCase, stage: Stage, present: Values, absent: Values, checks: tuple[Check, ...]) -> Finding:
@@ -223,7 +219,9 @@ class Stage:
         replaced = plan.adjacency == "replace one client"
         setup = _prepared(config, folder, machine, Tiny(), _population(config, clients, opposite=replaced))
         mechanism = Overheard(mechanism_for(config, plan.sampler, setup.protocol.layout.total), inside=True)
-        protocol = replace(setup.protocol, plan=plan, mechanism=mechanism, ledger=_endless(folder / "trials.jsonl", plan))
+        protocol = replace(
+            setup.protocol, plan=plan, mechanism=mechanism, ledger=_endless(folder / "trials.jsonl", plan)
+        )
         return cls(setup, protocol, plan, mechanism, _directions(setup), clients, 2.0 if replaced else 1.0)
 
     @property
@@ -386,9 +384,7 @@ def _directions(setup: Setup) -> Tensor:
     return torch.nn.functional.normalize(own)
 
 
-def _quiet_checks(
-    case: WorstCase, sigma: float, longest: float, folder: Path, machine: Machine
-) -> tuple[Check, ...]:
+def _quiet_checks(case: WorstCase, sigma: float, longest: float, folder: Path, machine: Machine) -> tuple[Check, ...]:
     """One run among clients who send zeros: all that is released is noise."""
     shares = getattr(case.config.mechanism, "mode", "fast") == "exact" and case.config.clipping is None
     cohort = _SHARES if shares else _COHORT
@@ -402,7 +398,9 @@ def _quiet_checks(
     setup = _prepared(config, folder, machine, Tiny(_QUIET_BLOCKS), population)
     mechanism = Overheard(setup.protocol.mechanism, inside=True)
     engine, plan = Attended(setup.protocol.engine), setup.protocol.plan
-    protocol = replace(setup.protocol, mechanism=mechanism, engine=engine, ledger=_endless(folder / "quiet.jsonl", plan))
+    protocol = replace(
+        setup.protocol, mechanism=mechanism, engine=engine, ledger=_endless(folder / "quiet.jsonl", plan)
+    )
     state = first_state(protocol, setup.initial)
     noise, cohorts = NoiseLog(mechanism.inner), CohortLog(plan.sampler)
     with suitable_threads(setup.initial.device, protocol.layout.total):
