@@ -1,4 +1,4 @@
-"""No client touches another's message: what the audit compares, per engine, and that it sees a difference of one bit."""
+"""No client touches another's message, in each engine; the audit sees a difference of one bit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_isolation__nobody_changes_another_message_and_the_sum_moves_by_s_at_mos
 
 
 def test_isolation__one_bit_of_one_other_client_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sequential engine, whose first client's last coordinate moves by one unit in the last place with the cohort."""
+    """One client's last coordinate moves by one unit in the last place if the cohort's size is even."""
     honest = WorkerEngine.map_clients
 
     def nudged(self: WorkerEngine, job: Any, ids: Any, rng: Any) -> Any:

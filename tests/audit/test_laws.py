@@ -117,9 +117,6 @@ def test_cohorts__that_do_not_are_found_by_name(name: str, sampler: Sampler, dra
 
 
 def test_cohorts__of_a_sampler_without_a_known_law_are_not_tested_and_say_so() -> None:
-    class Own(FullSampler):
-        pass
-
     class Other:
         clients, expected_cohort, cohort_spread = 20, 20.0, 0.0
 

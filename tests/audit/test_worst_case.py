@@ -5,13 +5,16 @@ The planted bugs (tests/planted) push it above, or break one of its checks.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 import fedblur.audit.worst_case as worst_case
 from fedblur.audit import Finding, WorstCase, check_worst_case
-from fedblur.audit.worst_case import unreachable_from_zero
+from fedblur.audit.worst_case import BLOCKS, Stage, unreachable_from_zero
 from fedblur.config import from_dict
 from fedblur.errors import ConfigError
 from fedblur.round import Protocol, run_round
@@ -26,8 +29,7 @@ def check(repetitions: int = FEW, **settings: object) -> Finding:
 
 @pytest.mark.slow
 def test_worst_case__10000_releases_bound_epsilon_at_60_percent_of_the_claim_or_more() -> None:
-    sharp = WorstCase()
-    found = check_worst_case(WorstCase(worst_case.replace(sharp.config, seed=0)), 10_000)
+    found = check_worst_case(WorstCase(replace(WorstCase().config, seed=0)), 10_000)
     assert found.repetitions >= 10_000
     assert 0.6 * found.claimed <= found.lower_bound <= found.claimed
     assert found.best in ("projection", "likelihood", "model")
@@ -74,34 +76,37 @@ def test_worst_case__runs_the_configuration_that_it_is_given(
         assert rate == pytest.approx(config.sample_rate)
 
 
-def test_worst_case__epsilon_is_claimed_for_exactly_the_rounds_of_a_trial() -> None:
-    assert check(rounds=100, epsilon=3.0).claimed == 3.0
-    given = [check(rounds=rounds, noise_multiplier=2.0, sample_rate=1.0).claimed for rounds in (1, 2, 50)]
-    assert given[0] < given[1] < given[2]  # of 1, 2 and 4 rounds with this noise
-    longer = worst_case.Stage  # the noise follows the rounds where epsilon is given
-    assert longer is not None
+def stage(folder: Path, **settings: object) -> Stage:
+    return Stage.of(WorstCase(from_dict({"seed": 0, **settings})), folder, Machine(device="cpu"))
 
 
-def test_worst_case__a_client_replaced_and_one_zeroed_out_are_neighbours_too() -> None:
-    """With fixed-size cohorts the absent client's opposite is there; with min_cohort a client who sends zeros."""
-    for settings, adjacency in (
-        ({"sampling": "fixed", "accountant": "rdp", "rounds": 1}, "replace"),
-        (
-            {"mechanism": {"name": "skellam", "mode": "exact", "min_cohort": 5}, "accountant": "rdp", "rounds": 1},
-            "zero-out",
-        ),
-    ):
-        case = WorstCase(from_dict({"seed": 0, "sample_rate": 0.5, **settings}))
-        import tempfile
-        from pathlib import Path
+def test_worst_case__epsilon_is_claimed_for_exactly_the_rounds_of_a_trial(tmp_path: Path) -> None:
+    rounds = (1, 2, 50)  # of which 1, 2 and 4 are run
+    kept = [stage(tmp_path / f"a{t}", rounds=t, epsilon=3.0, sample_rate=1.0).plan for t in rounds]
+    assert all(2.99 < plan.epsilon() <= 3.0 for plan in kept)
+    assert [plan.rounds for plan in kept] == [1, 2, 4]
+    assert kept[0].noise_multiplier < kept[1].noise_multiplier < kept[2].noise_multiplier
+    given = [stage(tmp_path / f"b{t}", rounds=t, noise_multiplier=2.0, sample_rate=1.0).plan for t in rounds]
+    assert [plan.noise_multiplier for plan in given] == [2.0] * 3
+    assert given[0].epsilon_target < given[1].epsilon_target < given[2].epsilon_target
 
-        with tempfile.TemporaryDirectory() as folder:
-            stage = worst_case.Stage.of(case, Path(folder), Machine(device="cpu"))
-            there = torch.arange(0, worst_case.BLOCKS, 2)
-            ids = stage._existing(there)
-            assert adjacency in stage.plan.adjacency
-            assert len(ids) == stage.clients == stage.plan.sampler.clients
-            assert torch.equal(ids, ids.sort().values)
+
+@pytest.mark.parametrize(
+    ("settings", "adjacency"),
+    [
+        ({"sampling": "fixed"}, "replace"),
+        ({"mechanism": {"name": "skellam", "mode": "exact", "min_cohort": 5}}, "zero-out"),
+    ],
+)
+def test_worst_case__where_a_client_is_absent_its_substitute_is_there(
+    tmp_path: Path, settings: dict[str, object], adjacency: str
+) -> None:
+    """With fixed-size cohorts its opposite, with min_cohort a client who sends zeros: N is the same on both sides."""
+    made = stage(tmp_path, accountant="rdp", rounds=1, sample_rate=0.5, **settings)
+    ids = made._existing(torch.arange(0, BLOCKS, 2))
+    assert adjacency in made.plan.adjacency
+    assert len(ids) == made.clients == made.plan.sampler.clients
+    assert torch.equal(ids, ids.sort().values)
 
 
 def test_worst_case__nonsense_is_refused_in_one_line() -> None:

@@ -98,7 +98,10 @@ class NoiseLog:
         tolerance = 0.0 if isinstance(self.mechanism, Gaussian) else _NEAR
         self._values += len(numbers)
         self._off += int(((numbers - whole).abs() > tolerance).sum())
-        exact = whole[whole.abs() < _EXACT].long() % max(_MODULI)
+        exact = whole.abs() < _EXACT
+        if isinstance(self.mechanism, Gaussian):  # the sum is known to the last bit: what is left is the noise
+            whole = whole - seen.known / FixedPoint.of(seen.release).step
+        exact = whole[exact].long() % max(_MODULI)
         self._low += torch.bincount(exact, minlength=max(_MODULI)).cpu().numpy()
 
     def checks(self) -> list[Check]:

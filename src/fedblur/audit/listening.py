@@ -1,7 +1,7 @@
 """What an auditor writes down of a real round: what was released, what was in the sum, and who took part.
 
-In: a run's mechanism and engine. Out: the same, with ears. Everything is passed on unchanged: the audited code is the one
-that trains.
+In: a run's mechanism and engine. Out: the same, with ears. Everything is passed on unchanged, so the audited
+code is the code that trains.
 """
 
 from __future__ import annotations
