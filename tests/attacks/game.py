@@ -98,12 +98,10 @@ class Game:
     def play(self, present: bool, rng: Rng) -> list[Tensor]:
         """One run: the models that it releases."""
         plan, ids, config = self.protocol.plan, self.population(present), self.setup.config
-        actual = config.sampling.sampler(len(ids), config.sample_rate)
+        sampler = Existing(plan.sampler, config.sampling.sampler(len(ids), config.sample_rate), ids)
         self.folder.joinpath("ledger.jsonl").unlink(missing_ok=True)  # each run spends a budget of its own
         ledger = Ledger(self.folder / "ledger.jsonl", Budget(math.inf, 1e-3, plan.accountant, plan.rounds))
-        protocol = replace(
-            self.protocol, plan=replace(plan, sampler=Existing(plan.sampler, actual, ids)), ledger=ledger
-        )
+        protocol = replace(self.protocol, plan=replace(plan, sampler=sampler), ledger=ledger)
         state, models = protocol.server.init(self.setup.initial), []
         for round_ in range(1, plan.rounds + 1):
             state = run_round(protocol, state, rng.child("round", round_)).state

@@ -51,7 +51,7 @@ def shows_steps(played: Game, model: Tensor) -> Tensor:
     """Where float32 tells one whole number from the next."""
     spacing = np.spacing(np.maximum(model.abs().numpy(), played.setup.initial.abs().cpu().numpy()))
     step = FixedPoint.of(played.release).step / played.protocol.plan.expected_cohort
-    return torch.from_numpy(spacing.astype(np.float64) < step / 4)
+    return torch.from_numpy(spacing.astype(np.float64) < step / 2)
 
 
 def by_reach(played: Game) -> Adversary:
@@ -80,7 +80,7 @@ def by_low_bits(played: Game) -> Adversary:
 
 
 def test_reachable__200_trials_are_at_chance(tmp_path: Path) -> None:
-    """Noise of the operating system: the adversary sees nothing in any trial, so it is right in exactly half of them."""
+    """Noise of the operating system. An adversary who sees nothing in any trial is right in exactly half of them."""
     played = start(tmp_path, [1] * 40)
     assert played.right(by_reach(played), 200) <= CHANCE
 
@@ -135,7 +135,7 @@ def test_reachable__even_noise_gives_the_target_away_by_its_low_bits(
         whole, shown = played.whole(models[0]).round().long(), shows_steps(played, models[0])
         return bool((((whole - played.total(True)) % 2)[shown] == 1).all())
 
-    assert played.right(by_oddness, 20) == 20
+    assert played.right(by_oddness, 40, Seeded.root(0)) >= 38
 
 
 @pytest.mark.long
