@@ -13,7 +13,7 @@ from scipy.stats import norm
 import fedblur
 from fedblur.accountants import ORDERS, renyi
 from fedblur.accounting import PrivacyPlan, epsilon, make_plan
-from fedblur.audit.one_shot import Overheard
+from fedblur.audit.listening import Overheard
 from fedblur.config import from_dict
 from fedblur.mechanisms.base import Conditions
 from fedblur.mechanisms.ddgauss import DDGauss

@@ -7,7 +7,7 @@ must fail on the patched one. The table in docs/privacy.md is made from this lis
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -20,13 +20,17 @@ import fedblur.engines.local
 import fedblur.functional
 import fedblur.rng
 import fedblur.train
+from fedblur.bounding import Message
 from fedblur.clipping import Bounded, clip_l2
 from fedblur.engines import LocalEngine
 from fedblur.ledger import Ledger
+from fedblur.mechanisms.base import Noise, Release
 from fedblur.mechanisms.ddgauss import DDGauss
+from fedblur.mechanisms.fixed_point import FixedPoint
 from fedblur.mechanisms.gaussian import Gaussian
+from fedblur.mechanisms.secure_sum import SecureSum
 from fedblur.methods.lus import Lus
-from fedblur.rng import Seeded, System
+from fedblur.rng import Rng, Seeded, System
 from fedblur.sampling import PoissonSampler
 from fedblur.server import Server
 from tests.planted import catchers
@@ -89,32 +93,40 @@ def clip_before_sparsifying_and_rescale(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(fedblur.client, "clip_block", _clip_block(clip_then_shape))
 
 
+def _drawn(patch: pytest.MonkeyPatch, how: Callable[[Tensor, Release], Tensor]) -> None:
+    """Something else in place of the Gaussian noise that was drawn, in whole numbers."""
+    draw = Gaussian.draw
+
+    def other(self: Gaussian, release: Release, rng: Rng) -> Noise:
+        coming = draw(self, release, rng)
+        return lambda: how(coming(), release)
+
+    patch.setattr(Gaussian, "draw", other)
+
+
+def _times(noise: Tensor, factor: float) -> Tensor:
+    return (noise.double() * factor).round().long()
+
+
 @bug("noise made for the mean, σS/n, is added to the sum", "worst case", "noise has the claimed size")
 def noise_on_the_mean_with_a_wrong_denominator(patch: pytest.MonkeyPatch) -> None:
-    def release(self: Gaussian, total: Tensor, release, rng) -> Tensor:
-        noise = rng.child("noise").normal(release.dimension, release.device).double()
-        return (total + release.noise_std / max(release.cohort, 1) * noise).float()
-
-    patch.setattr(Gaussian, "release", release)
+    _drawn(patch, lambda noise, release: _times(noise, 1 / max(release.cohort, 1)))
 
 
 @bug("only coordinates that some client sent get noise", "worst case", "noise is dense")
 def noise_only_on_the_kept_support(patch: pytest.MonkeyPatch) -> None:
     whole = Gaussian.release
 
-    def release(self: Gaussian, total: Tensor, release, rng) -> Tensor:
-        return torch.where(total == 0, 0.0, whole(self, total, release, rng))
+    def release(self: Gaussian, total: Tensor, release: Release, noise: Tensor) -> Tensor:
+        return torch.where(total == 0, 0.0, whole(self, total, release, noise))
 
     patch.setattr(Gaussian, "release", release)
 
 
 @bug("every round draws its noise from the same seed", "worst case", "rounds differ")
 def noise_from_a_reused_seed(patch: pytest.MonkeyPatch) -> None:
-    def release(self: Gaussian, total: Tensor, release, rng) -> Tensor:
-        noise = Seeded.root(1234).normal(release.dimension, release.device).double()
-        return (total + release.noise_std * noise).float()
-
-    patch.setattr(Gaussian, "release", release)
+    draw = Gaussian.draw
+    patch.setattr(Gaussian, "draw", lambda self, release, rng: draw(self, release, Seeded.root(1234)))
 
 
 @bug("clipped updates are weighted by n_k over the mean n", "worst case", "a client sends at most S")
@@ -130,7 +142,7 @@ def weights_by_sample_count(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LocalEngine, "_train", weighted)
 
 
-@bug("a cohort of fixed size is accounted as Poisson", "sampling is what is accounted")
+@bug("a cohort of fixed size is accounted as Poisson", "sampling is what is accounted", "worst case with sampling")
 def fixed_size_sampling_under_poisson_accounting(patch: pytest.MonkeyPatch) -> None:
     def cohort(self: PoissonSampler, rng) -> Tensor:
         order = np.argsort(rng.uniform(self.clients))[: round(self.expected_cohort)]
@@ -139,7 +151,7 @@ def fixed_size_sampling_under_poisson_accounting(patch: pytest.MonkeyPatch) -> N
     patch.setattr(PoissonSampler, "cohort", cohort)
 
 
-@bug("updates are clipped to the mean norm of the cohort", "worst case", "a client sends at most S")
+@bug("updates are clipped to the mean norm of the cohort", "worst case", "a client sends at most S", "isolation")
 def a_data_dependent_clip_norm(patch: pytest.MonkeyPatch) -> None:
     def by_mean_norm(update: Tensor, job: fedblur.client.ClientJob) -> Tensor:
         return clip_l2(update, float(update.double().norm(dim=1).mean()))[0].value
@@ -192,9 +204,9 @@ def a_private_denominator(patch: pytest.MonkeyPatch) -> None:
     step, report = Server.step, Gaussian.release
     sizes: list[int] = []
 
-    def release(self: Gaussian, total: Tensor, release, rng) -> Tensor:
+    def release(self: Gaussian, total: Tensor, release: Release, noise: Tensor) -> Tensor:
         sizes.append(release.cohort)
-        return report(self, total, release, rng)
+        return report(self, total, release, noise)
 
     def divided(self, state, mean_update, *, round_, rounds, noise_std):
         update = mean_update * 10.0 / max(sizes[-1], 1)  # pN = 10 in the catcher's world
@@ -206,25 +218,17 @@ def a_private_denominator(patch: pytest.MonkeyPatch) -> None:
 
 @bug("no noise in a round that nobody joined", "an empty cohort is noisy", asked=False)
 def an_empty_cohort_without_noise(patch: pytest.MonkeyPatch) -> None:
-    whole = Gaussian.release
-    patch.setattr(
-        Gaussian, "release", lambda self, total, r, rng: whole(self, total, r, rng) if r.cohort else total.float()
-    )
+    _drawn(patch, lambda noise, release: noise if release.cohort else torch.zeros_like(noise))
 
 
 @bug("the noise is left out altogether", "worst case", "one-shot audit", asked=False)
 def no_noise(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Gaussian, "release", lambda self, total, release, rng: total.float())
+    _drawn(patch, lambda noise, release: torch.zeros_like(noise))
 
 
 @bug("half of the noise: σ is taken for the sensitivity 2S of another neighbourhood", "worst case", asked=False)
 def half_the_noise(patch: pytest.MonkeyPatch) -> None:
-    whole = Gaussian.release
-
-    def release(self: Gaussian, total: Tensor, release, rng) -> Tensor:
-        return ((whole(self, total, release, rng).double() + total) / 2).float()
-
-    patch.setattr(Gaussian, "release", release)
+    _drawn(patch, lambda noise, release: _times(noise, 0.5))
 
 
 @bug("a client with NaN in its update reaches the sum", "NaN counts as zero", asked=False)
@@ -238,15 +242,8 @@ def nan_passes_the_clip(patch: pytest.MonkeyPatch) -> None:
 
 @bug("noise shares are sized for more clients than take part", "worst case with shares", asked=False)
 def shares_for_clients_who_are_not_there(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        Gaussian,
-        "_shares",
-        lambda self, numbers, release, rng: (
-            release.noise_std
-            / np.sqrt(4 * release.cohort)
-            * torch.stack([rng.child("share", i).normal(release.dimension, release.device) for i in numbers])
-        ),
-    )
+    share = SecureSum._share_std
+    patch.setattr(SecureSum, "_share_std", lambda self, grid, cohort: share(self, grid, 4 * cohort))
 
 
 @bug("the secure sum forgets its noise", "worst case with DDGauss", asked=False)
@@ -258,6 +255,54 @@ def a_secure_sum_without_noise(patch: pytest.MonkeyPatch) -> None:
 def a_seed_passed_off_as_private(patch: pytest.MonkeyPatch) -> None:
     make = fedblur.rng.make_rng
     patch.setattr("fedblur.setup.make_rng", lambda seed: make(None) if seed is None else _Replaying(make(seed).key))
+
+
+@bug("the second half of the noise repeats the first: one draw for all tensors of a shape", "worst case", asked=False)
+def noise_tiled_across_tensors(patch: pytest.MonkeyPatch) -> None:
+    _drawn(patch, lambda noise, release: noise[: -(-len(noise) // 2)].repeat(2)[: len(noise)])
+
+
+@bug("the bit of adaptive clipping is sent 50 times too loud", "worst case with adaptive clipping", asked=False)
+def a_clip_bit_50_times_too_loud(patch: pytest.MonkeyPatch) -> None:
+    half = Message._half
+    patch.setattr(Message, "_half", lambda self: 50 * half(self))
+
+
+@bug("clients join with three times the probability that is accounted for", "worst case with sampling", asked=False)
+def sampling_at_three_times_the_rate(patch: pytest.MonkeyPatch) -> None:
+    cohort = PoissonSampler.cohort
+    patch.setattr(PoissonSampler, "cohort", lambda self, rng: cohort(replace(self, rate=min(1.0, 3 * self.rate)), rng))
+
+
+@bug("every round asks the same cohort", "worst case with sampling", asked=False)
+def the_same_cohort_in_every_round(patch: pytest.MonkeyPatch) -> None:
+    cohort = PoissonSampler.cohort
+    patch.setattr(PoissonSampler, "cohort", lambda self, rng: cohort(self, Seeded.root(5)))
+
+
+@bug("2 % of the releases have no noise", "worst case", asked=False)
+def no_noise_in_2_percent_of_the_releases(patch: pytest.MonkeyPatch) -> None:
+    lots = torch.Generator().manual_seed(3)
+
+    def now_and_then(noise: Tensor, release: Release) -> Tensor:
+        return noise * int(torch.rand((), generator=lots) >= 0.02)
+
+    _drawn(patch, now_and_then)
+
+
+@bug("the noise is 30 % too small", "worst case", asked=False)
+def noise_30_percent_too_small(patch: pytest.MonkeyPatch) -> None:
+    _drawn(patch, lambda noise, release: _times(noise, 0.7))
+
+
+@bug("noise is a float32 sample, scaled, added and rounded to float32", "worst case", asked=False)
+def float_noise(patch: pytest.MonkeyPatch) -> None:
+    def release(self: Gaussian, total: Tensor, release: Release, noise: Tensor) -> Tensor:
+        step = FixedPoint.of(release).step
+        sample = (noise.double() * step / release.noise_std).float()
+        return (total.double() * step + release.noise_std * sample.double()).float()
+
+    patch.setattr(Gaussian, "release", release)
 
 
 class BatchNormed(nn.Sequential):

@@ -14,30 +14,29 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedblur.audit.canaries import CanaryEngine, Directions
 from fedblur.audit.estimate import Estimate, Values, gaussian_fit, lower_bound
-from fedblur.clipping import Bounded
+from fedblur.audit.laws import Check, CohortLog, NoiseLog, messages_fit
+from fedblur.audit.listening import Attended, Overheard, first_state
 from fedblur.config import Config, config_hash
 from fedblur.data.population import Federation
 from fedblur.engines import suitable_threads
 from fedblur.engines.distributed import demand_one_process
 from fedblur.errors import ConfigError
-from fedblur.events import Event, Gaussian
+from fedblur.events import Gaussian as GaussianEvent
 from fedblur.ledger import Budget, Ledger, open_ledger, read_budget
-from fedblur.mechanisms import Mechanism
-from fedblur.mechanisms.base import Noise, Release
-from fedblur.rng import Rng
+from fedblur.mechanisms.gaussian import Gaussian
 from fedblur.round import Protocol, client_job, run_round
-from fedblur.server import ServerState, published
+from fedblur.server import published
 from fedblur.setup import Machine, Setup, prepare
 from fedblur.summary import versions, warning
 
@@ -78,11 +77,14 @@ class Audit:
     claimed: float  # the accountant's epsilon
     noise_removed: bool  # a control: the claim stays, the noise is left out
     attacks: tuple[Attack, ...]
+    checks: tuple[Check, ...] = ()
     about: dict[str, Any] = field(default_factory=dict)
 
     @property
     def verdict(self) -> str:
-        """ABOVE: an attack's whole interval lies above the claim. below: all intervals lie below it."""
+        """ABOVE: an attack's whole interval lies above the claim. BROKEN: a check fails. below: all lie below it."""
+        if any(check.broken for check in self.checks):
+            return "BROKEN"
         if any(attack.estimate.low > self.claimed or attack.lower_bound > self.claimed for attack in self.attacks):
             return "ABOVE"
         return "below" if all(attack.estimate.high < self.claimed for attack in self.attacks) else "undecided"
@@ -94,40 +96,9 @@ class Audit:
             "claimed_epsilon": self.claimed,
             "noise_removed": self.noise_removed,
             "attacks": attacks,
+            "checks": {check.name: {"p_value": check.p_value, "words": check.words} for check in self.checks},
             **self.about,
         }
-
-
-class Overheard:
-    """A mechanism that passes everything on; what it releases, and nothing else, is what an adversary sees."""
-
-    def __init__(self, inner: Mechanism) -> None:
-        self.inner = inner
-        self.heard: Tensor | None = None
-
-    @property
-    def shows_cohort(self) -> bool:
-        return self.inner.shows_cohort
-
-    @property
-    def excess(self) -> float:
-        return self.inner.excess
-
-    def event(self, noise_multiplier: float) -> Event:
-        return self.inner.event(noise_multiplier)
-
-    def notes(self, noise_multiplier: float) -> tuple[str, ...]:
-        return self.inner.notes(noise_multiplier)
-
-    def accumulate(self, blocks: Iterable[Bounded], release: Release, rng: Rng) -> Tensor:
-        return self.inner.accumulate(blocks, release, rng)
-
-    def draw(self, release: Release, rng: Rng) -> Noise:
-        return self.inner.draw(release, rng)
-
-    def release(self, total: Tensor, release: Release, noise: Tensor) -> Tensor:
-        self.heard = self.inner.release(total, release, noise)
-        return self.heard
 
 
 def audit(
@@ -150,15 +121,17 @@ def audit(
     directions = Directions(
         setup.rng.child("canaries").seed(), canaries + held_out, setup.protocol.layout.total, setup.initial.device
     )
-    mechanism = Overheard(setup.protocol.mechanism)
-    engine = CanaryEngine(setup.protocol.engine, setup.federation.train.clients, directions)
+    mechanism = Overheard(setup.protocol.mechanism, inside=True)
+    engine = Attended(CanaryEngine(setup.protocol.engine, setup.federation.train.clients, directions))
     protocol = replace(setup.protocol, engine=engine, mechanism=mechanism)
     claimed = protocol.plan.epsilon()
     if remove_noise:
         protocol = _without_noise(protocol)
-    cosines = _train(setup, protocol, mechanism, directions, tick)
+    run = _Run(setup, protocol, mechanism, engine)
+    cosines = run.train(directions, tick)
     about = _about(setup, protocol, canaries, held_out) | {"seconds": round(time.perf_counter() - began, 1)}
-    return Audit(config, claimed, remove_noise, _attacks(cosines, canaries, directions.dimension, protocol), about)
+    attacks = _attacks(cosines, canaries, directions.dimension, protocol)
+    return Audit(config, claimed, remove_noise, attacks, run.checks(), about)
 
 
 def _without_noise(protocol: Protocol) -> Protocol:
@@ -167,29 +140,57 @@ def _without_noise(protocol: Protocol) -> Protocol:
     _, about = read_budget(open_ledger(claimed.path))
     claimed.path.unlink()
     budget = Budget(math.inf, plan.delta, plan.accountant, plan.rounds)
-    bare = replace(plan, noise_multiplier=0.0, release=Gaussian(0.0), epsilon_target=math.inf)
+    bare = replace(plan, noise_multiplier=0.0, release=GaussianEvent(0.0), epsilon_target=math.inf)
     return replace(protocol, plan=bare, ledger=Ledger(claimed.path, budget, about))
 
 
-def _train(
-    setup: Setup, protocol: Protocol, mechanism: Overheard, directions: Directions, tick: Tick
-) -> tuple[Values, Values]:
-    """(final model, all iterates): every direction's cosine."""
-    state: ServerState = protocol.server.init(setup.initial)
-    if protocol.averaging is not None:
-        state = protocol.averaging.init(state)
-    most = torch.full((directions.count,), -math.inf, dtype=torch.float64, device=directions.device)
-    with suitable_threads(directions.device, directions.dimension):
-        for round_ in range(1, protocol.plan.rounds + 1):
-            message = client_job(protocol, state).message
-            state = run_round(protocol, state, setup.rng.child("round", round_)).state
-            assert mechanism.heard is not None
-            released, _ = message.decode(mechanism.heard, directions.dimension)
-            most = torch.maximum(most, directions.cosines(released))
-            tick(round_)
-        moved = published(state, protocol.averaging) - setup.initial
-        final = directions.cosines(moved)
-    return np.asarray(final.cpu()), np.asarray(most.cpu())
+@dataclass
+class _Run:
+    """A training run that is listened to."""
+
+    setup: Setup
+    protocol: Protocol
+    mechanism: Overheard
+    engine: Attended
+
+    def __post_init__(self) -> None:
+        self.noise, self.cohorts = NoiseLog(self.mechanism.inner), CohortLog(self.protocol.plan.sampler)
+
+    def train(self, directions: Directions, tick: Tick) -> tuple[Values, Values]:
+        """(final model, all iterates): every direction's cosine."""
+        setup, protocol = self.setup, self.protocol
+        state = first_state(protocol, setup.initial)
+        most = torch.full((directions.count,), -math.inf, dtype=torch.float64, device=directions.device)
+        with suitable_threads(directions.device, directions.dimension):
+            for round_ in range(1, protocol.plan.rounds + 1):
+                message = client_job(protocol, state).message
+                state = run_round(protocol, state, setup.rng.child("round", round_)).state
+                self.cohorts.add(self.engine.last)
+                if self.mechanism.heard is not None:  # else the round was aborted and released nothing
+                    released, _ = message.decode(self.mechanism.heard, directions.dimension)
+                    most = torch.maximum(most, directions.cosines(released))
+                    self._log()
+                tick(round_)
+            moved = published(state, protocol.averaging) - setup.initial
+            final = directions.cosines(moved)
+        if not bool(torch.isfinite(most).all()):
+            raise ConfigError(
+                "every round was aborted, so nothing was released that could be audited; lower mechanism.min_cohort"
+            )
+        return np.asarray(final.cpu()), np.asarray(most.cpu())
+
+    def _log(self) -> None:
+        if isinstance(self.mechanism.inner, Gaussian) and self.mechanism.seen is not None:
+            self.noise.add(self.mechanism.seen)
+
+    def checks(self) -> tuple[Check, ...]:
+        """Of messages, noise and cohorts. The noise is known where sums are: rounding at random is noise of its own."""
+        noise = self.noise.checks()
+        if not isinstance(self.mechanism.inner, Gaussian):
+            noise = [
+                Check("noise", None, "updates are rounded at random; audit --worst-case tests this mechanism's noise")
+            ]
+        return (messages_fit(self.mechanism.longest), *noise, *self.cohorts.checks())
 
 
 def _attacks(cosines: tuple[Values, Values], canaries: int, dimension: int, protocol: Protocol) -> tuple[Attack, ...]:

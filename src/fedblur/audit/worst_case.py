@@ -1,14 +1,19 @@
-"""The sharpest test of a mechanism: one release, many times, with and without one client of the worst kind.
+"""The sharpest test of a configuration: its round, many times, with and without one client of the worst kind.
+
+The configuration is the one that is given: its sampling, mask, clipping with its bit, bounding, methods, mechanism,
+denoising, server and accountant, set up by `setup.prepare` as for training. What is replaced, since the claim may not
+rest on it: data and model (below), N, local steps (one), δ, and the number of rounds, of which a few are run. ε is
+claimed for exactly those: the noise is calibrated for them, or the accountant says what a given noise multiplier means.
 
 A tiny model of many blocks of coordinates, and one client per block whose data give an update far outside the clipping
-ball, in a direction that the adversary knows, inside its block. Each release is one real `run_round` (cohort, local
-training, methods, clip, mechanism, ledger, server step) in which half of these clients exist, the other half not. So
-one round holds many pairs of neighbours: for each block, populations that differ in its client. From a block's released
-coordinates the adversary computes a few statistics; `lower_bound` turns their counts, with and without the client, into
-an epsilon that the mechanism provably exceeds, with 95 % confidence.
+ball, in a direction that the adversary knows, inside its block. A trial is a few real `run_round`s in which half of
+these clients exist, the other half not. So one trial holds many pairs of neighbours: for each block, populations that
+differ in its client. From what was released about a block's coordinates the adversary computes a few statistics;
+`lower_bound` turns their counts, with and without the client, into an epsilon that the mechanism provably exceeds, with
+95 % confidence.
 
-Everyone who exists takes part, so nothing hides a client: the bound comes close to the accountant's epsilon, and a
-mechanism that is weaker than it claims is pushed above it.
+Besides, a run of the configuration among clients who send zeros, so that all is noise: `laws.py` tests its noise, its
+cohorts and the length of messages.
 """
 
 from __future__ import annotations
@@ -23,136 +28,312 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedblur.accounting import Accountant, make_plan
+from fedblur.accounting import PrivacyPlan
 from fedblur.audit.estimate import Values, lower_bound
-from fedblur.bounding import Bounding
-from fedblur.config import LocalTraining
-from fedblur.data.population import Packed
-from fedblur.engines import LocalEngine
+from fedblur.audit.laws import Check, CohortLog, NoiseLog, messages_fit
+from fedblur.audit.listening import Attended, Overheard, first_state
+from fedblur.binding import mechanism_for
+from fedblur.config import Config
+from fedblur.data.population import Federation, Packed, Samples
+from fedblur.engines import suitable_threads
 from fedblur.errors import ConfigError
 from fedblur.events import Event
-from fedblur.functional import Layout, as_function, check_model, initial_vector
 from fedblur.ledger import Budget, Ledger
-from fedblur.mechanisms.base import Conditions, MechanismPart
-from fedblur.mechanisms.gaussian import Gaussian
-from fedblur.methods import Method
-from fedblur.rng import Rng, make_rng
+from fedblur.rng import Rng
 from fedblur.round import Protocol, client_job, run_round
-from fedblur.sampling import FullSampler
-from fedblur.server import ServerState, Sgd
+from fedblur.sampling import Sampler
+from fedblur.server import ServerState, published
+from fedblur.setup import Machine, Setup, plan_for, prepare
 
-CPU = torch.device("cpu")
 BLOCKS, _FEATURES, _TENSORS, _CLASSES = 200, 4, 4, 2
-STATISTICS = ("projection", "length", "untouched coordinates", "largest coordinate", "change since a round without it")
+_LOUD_SAMPLES = 4
+_LOUDNESS = 28.0  # norm of a loud client's update in units of S
+_COHORT, _FEWEST = 100, 300  # expected cohort, and clients of a trial, at least
+_SHARES = 10  # the expected cohort where each client draws noise for every coordinate, which takes long
+_MOST = 1_000_000  # clients
+_QUIET_BLOCKS, _QUIET_ROUNDS = 16, 400  # of the run that is all noise
+STATISTICS = (
+    "projection", "likelihood", "length", "untouched coordinates", "largest coordinate",
+    "change since a round without it", "unreachable values", "model", "model's untouched coordinates",
+)  # fmt: skip
 
 
 class Tiny(nn.Module):
     """Four tensors of one shape whose sum is a linear classifier: an update is spread evenly over all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = BLOCKS) -> None:
         super().__init__()
-        shape = (_CLASSES, BLOCKS * _FEATURES)
+        shape = (_CLASSES, blocks * _FEATURES)
         self.parts = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for _ in range(_TENSORS)])
 
     def forward(self, x: Tensor) -> Tensor:
         return x.flatten(1) @ torch.stack(list(self.parts)).sum(0).T
 
 
+def _sharpest() -> Config:
+    """One release on everyone: nothing hides a client, so the bound comes closest to the claim."""
+    return Config(epsilon=2.0, rounds=1, sample_rate=1.0, sampling="full", clip_norm=1.0)
+
+
 @dataclass(frozen=True)
 class WorstCase:
-    """What is checked: a mechanism with its methods, and the epsilon that it claims for one release."""
+    """What is checked."""
 
-    mechanism: MechanismPart = field(default_factory=Gaussian)
-    methods: tuple[Method, ...] = ()
-    bounding: Bounding = "clip"
-    accountant: Accountant = "pld"
-    epsilon: float = 2.0
-    delta: float = 0.01
-    clip_norm: float = 1.0
-    seed: int | None = None  # None: noise from the operating system, as in a private run
+    config: Config = field(default_factory=_sharpest)
+    rounds: int = 4  # of a trial, at most; never more than the configuration has
+    delta: float | None = None  # None: 0.01, or a tenth of the sampling rate where that is less
+
+    @property
+    def trial_rounds(self) -> int:
+        return min(self.rounds, self.config.rounds)
+
+    @property
+    def trial_delta(self) -> float:
+        """Large, since it is what so many trials can show; below p, or a client's presence would hide in it."""
+        return min(0.01, self.config.sample_rate / 10) if self.delta is None else self.delta
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The bound, and what it is to be compared with."""
+    """The bound and the checks, and what the bound is to be compared with."""
 
     claimed: float
+    delta: float
+    rounds: int  # of a trial: what is claimed is claimed for these
     lower_bound: float
     repetitions: int  # of each side
     best: str  # the statistic that tells most on its own
+    checks: tuple[Check, ...] = ()
 
     @property
     def broken(self) -> bool:
-        """Whether the mechanism is weaker than it claims, with 95 % confidence."""
-        return self.lower_bound > self.claimed
+        """Whether the mechanism is weaker than it claims, with 95 % confidence, or a check fails."""
+        return self.lower_bound > self.claimed or any(check.broken for check in self.checks)
 
 
 @dataclass(frozen=True)
 class Existing:
-    """Everyone who exists takes part; who exists is part of the pair of populations. The plan's N is public."""
+    """The real sampler among those who exist; who exists is part of the pair of populations. The plan's N is public."""
 
-    everyone: FullSampler
-    ids: Tensor
+    nominal: Sampler
+    actual: Sampler  # over as many clients as exist
+    ids: Tensor  # sorted
 
     @property
     def clients(self) -> int:
-        return self.everyone.clients
+        return self.nominal.clients
 
     @property
     def expected_cohort(self) -> float:
-        return self.everyone.expected_cohort
+        return self.nominal.expected_cohort
 
     @property
     def cohort_spread(self) -> float:
-        return 0.0
+        return self.nominal.cohort_spread
 
     @property
     def description(self) -> str:
-        return f"all {len(self.ids)} clients that exist"
+        return f"{self.nominal.description}; {len(self.ids)} clients exist"
 
     def cohort(self, rng: Rng) -> Tensor:
-        return self.ids
+        return self.ids[self.actual.cohort(rng)]
 
     def event(self, inner: Event) -> Event:
-        return self.everyone.event(inner)
+        return self.nominal.event(inner)
 
     def seen(self) -> Existing:
-        return self
+        return replace(self, nominal=self.nominal.seen(), actual=self.actual.seen())
 
 
 def check_worst_case(
-    case: WorstCase, repetitions: int = 10_000, tick: Callable[[int], None] = lambda done: None
+    case: WorstCase,
+    repetitions: int = 10_000,
+    machine: Machine | None = None,
+    tick: Callable[[int], None] = lambda done: None,
 ) -> Finding:
-    """Release until each side has so many outcomes, and bound epsilon from below."""
-    if not 0 < case.epsilon < math.inf:
-        raise ConfigError(f"epsilon={case.epsilon:g} claims nothing that a release could break; give a finite one")
-    rounds = -(-repetitions * 2 // BLOCKS)
-    if rounds < 4:
+    """Repeat until each side has so many outcomes, and bound epsilon from below; then test noise and cohorts."""
+    _check(case)
+    trials = -(-repetitions * 2 // BLOCKS)
+    if trials < 4:
         raise ConfigError(f"repetitions={repetitions} must be at least {2 * BLOCKS}: fewer bound nothing")
-    present, absent = [], []
+    machine = machine or Machine(device="cpu")
     with tempfile.TemporaryDirectory() as folder:
-        protocol, state = _protocol(case, Path(folder), rounds + 1)
-        directions, rng = _directions(protocol, state), make_rng(case.seed)
-        nobody = _release(protocol, state, torch.empty(0, dtype=torch.int64), rng.child("round", 0))
-        for round_ in range(1, rounds + 1):
-            there = torch.arange(round_ % 2, BLOCKS, 2)
-            released = _release(protocol, state, there, rng.child("round", round_))
-            rows = _statistics(released, nobody, directions)
-            present.append(rows[there])
-            absent.append(np.delete(rows, there.numpy(), axis=0))
-            tick(round_)
-    return _finding(case, np.concatenate(present), np.concatenate(absent))
+        stage = Stage.of(case, Path(folder), machine)
+        present, absent = stage.outcomes(trials, tick)
+        checks = _quiet_checks(case, stage.plan.noise_multiplier, stage.longest, Path(folder), machine)
+    return _finding(case, stage, present, absent, checks)
 
 
-def _release(protocol: Protocol, state: ServerState, there: Tensor, rng: Rng) -> Tensor:
-    """[blocks, coordinates] of one round's noisy sum, in units of the noise that is claimed."""
-    plan = protocol.plan
-    assert isinstance(plan.sampler, FullSampler)
-    ids = torch.cat([there, torch.arange(BLOCKS, plan.sampler.clients)])
-    side = replace(protocol, plan=replace(plan, sampler=Existing(plan.sampler, ids)))
-    moved = run_round(side, state, rng).state.theta - state.theta
-    scale = plan.expected_cohort / (protocol.clip_norm * max(plan.noise_multiplier, 1e-9))
-    return _by_block(moved.double()) * scale
+def worst_case_ticks(repetitions: int) -> int:
+    """How often `check_worst_case` calls `tick`."""
+    return -(-repetitions * 2 // BLOCKS)
+
+
+def _check(case: WorstCase) -> None:
+    config = case.config
+    if config.voting is not None:
+        raise ConfigError(f"method {config.voting.part_name!r} sends votes, not updates; check a method of rounds")
+    if math.isinf(config.clip_norm):
+        raise ConfigError("clip_norm=inf claims no privacy, so there is nothing to audit; set clip_norm=0.1")
+    claimed = config.epsilon
+    if (claimed is not None and not 0 < claimed < math.inf) or config.noise_multiplier == 0:
+        raise ConfigError("epsilon=inf claims nothing that a release could break; give a finite one")
+
+
+def _finding(case: WorstCase, stage: Stage, present: Values, absent: Values, checks: tuple[Check, ...]) -> Finding:
+    delta, claimed = case.trial_delta, stage.plan.epsilon_target
+    alone = [lower_bound(present[:, [i]], absent[:, [i]], delta) for i in range(len(STATISTICS))]
+    best = STATISTICS[int(np.argmax(alone))] if max(alone) > 0 else "none"
+    bound = lower_bound(present, absent, delta)
+    return Finding(claimed, delta, case.trial_rounds, bound, len(present), best, checks)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The configuration, set up among loud and quiet clients.
+
+    The neighbours are those of the plan: where a client is absent, there is nobody (add or remove), a client who sends
+    zeros (zero-out), or one who sends the opposite (replace).
+    """
+
+    setup: Setup
+    protocol: Protocol
+    plan: PrivacyPlan
+    mechanism: Overheard
+    directions: Tensor  # [blocks, coordinates], unit vectors: where each loud client's update points
+    clients: int  # N
+    step: float  # how far a client moves the sum, in units of S: 2 if replaced by its opposite
+
+    @classmethod
+    def of(cls, case: WorstCase, folder: Path, machine: Machine) -> Stage:
+        clients = _clients(case.config)
+        config = replace(
+            case.config, rounds=case.trial_rounds, delta=case.trial_delta, local=replace(case.config.local, steps=1)
+        )
+        plan = plan_for(config, clients, BLOCKS * _FEATURES * _TENSORS * _CLASSES)
+        if not 0 < plan.epsilon_target < math.inf:
+            raise ConfigError(
+                f"{case.trial_rounds} rounds at noise_multiplier={plan.noise_multiplier:g} claim epsilon="
+                f"{plan.epsilon_target:g} at delta={plan.delta:g}: nothing that a release could break"
+            )
+        replaced = plan.adjacency == "replace one client"
+        setup = _prepared(config, folder, machine, Tiny(), _population(config, clients, opposite=replaced))
+        mechanism = Overheard(mechanism_for(config, plan.sampler, setup.protocol.layout.total), inside=True)
+        protocol = replace(
+            setup.protocol, plan=plan, mechanism=mechanism, ledger=_endless(folder / "trials.jsonl", plan)
+        )
+        return cls(setup, protocol, plan, mechanism, _directions(setup), clients, 2.0 if replaced else 1.0)
+
+    @property
+    def longest(self) -> float:
+        """The longest message of all trials, in units of what noise is made for."""
+        return self.mechanism.longest
+
+    def outcomes(self, trials: int, tick: Callable[[int], None]) -> tuple[Values, Values]:
+        """[outcomes, statistics] with and without the client."""
+        present, absent = [], []
+        with suitable_threads(self.setup.initial.device, self.protocol.layout.total):
+            nobody = self._trial(torch.empty(0, dtype=torch.int64), self.setup.rng.child("trial", 0))
+            for trial in range(1, trials + 1):
+                there = torch.arange(trial % 2, BLOCKS, 2)
+                rows = self._statistics(self._trial(there, self.setup.rng.child("trial", trial)), nobody)
+                present.append(rows[there])
+                absent.append(np.delete(rows, there.numpy(), axis=0))
+                tick(trial)
+        return np.concatenate(present), np.concatenate(absent)
+
+    def _trial(self, there: Tensor, rng: Rng) -> Trial:
+        """All rounds of one run on those who exist."""
+        plan, ids = self.plan, self._existing(there)
+        actual = self.setup.config.sampling.sampler(len(ids), self.setup.config.sample_rate)
+        protocol = replace(self.protocol, plan=replace(plan, sampler=Existing(plan.sampler, actual, ids)))
+        state, rounds = first_state(protocol, self.setup.initial), []
+        for round_ in range(1, plan.rounds + 1):
+            rounds.append(self._round(protocol, state, rng.child("round", round_)))
+            state = rounds[-1].after
+        model = _by_block((published(state, protocol.averaging) - self.setup.initial).double().cpu())
+        return Trial(rounds, model)
+
+    def _round(self, protocol: Protocol, state: ServerState, rng: Rng) -> Heard:
+        job, width = client_job(protocol, state), protocol.layout.total
+        after = run_round(protocol, state, rng).state
+        bound = job.message.l2_bound(job.clip_norm)
+        noise, heard = self.plan.noise_multiplier * bound, self.mechanism.heard
+        if heard is None:  # aborted: nothing was released
+            heard = torch.zeros(job.message.width(width), device=state.theta.device)
+        released = job.message.decode(heard, width)[0]
+        sent, _ = job.message.decode(torch.ones_like(heard), width)  # 1 where this round's support is
+        directions = torch.nn.functional.normalize(self.directions * _by_block(sent.double().cpu()))
+        unreachable = _by_block(unreachable_from_zero(released.cpu(), noise).double())
+        shift = self.step * job.clip_norm / noise
+        return Heard(after, _by_block(released.double().cpu()) / noise, directions, unreachable.sum(1), shift)
+
+    def _existing(self, there: Tensor) -> Tensor:
+        quiet, substitutes = torch.arange(BLOCKS, self.clients), torch.arange(self.clients, self.clients + BLOCKS)
+        if self.plan.adjacency == "add or remove one client":
+            return torch.cat([there, quiet])
+        gone = torch.ones(BLOCKS, dtype=torch.bool)
+        gone[there] = False
+        return torch.cat([there, quiet, substitutes[gone]])
+
+    def _statistics(self, trial: Trial, nobody: Trial) -> Values:
+        """[blocks, statistics]. `nobody`: an earlier trial without any of the clients, which the adversary may know."""
+        rate = self.plan.expected_cohort / self.plan.sampler.clients
+        along = torch.stack([heard.along for heard in trial.rounds])  # [rounds, blocks]
+        shifts = torch.tensor([heard.shift for heard in trial.rounds], dtype=torch.float64)[:, None]
+        grown = math.log(rate) + shifts * along - shifts**2 / 2
+        likelihood = torch.logaddexp(grown, torch.full_like(grown, math.log1p(-rate) if rate < 1 else -math.inf))
+        vectors = torch.stack([heard.released for heard in trial.rounds])  # [rounds, blocks, coordinates]
+        figures = (
+            along.sum(0),
+            likelihood.sum(0),
+            vectors.square().sum((0, 2)).sqrt(),
+            (vectors == 0).sum((0, 2)).double(),
+            vectors.abs().amax((0, 2)),
+            along[0] - nobody.rounds[0].along,
+            torch.stack([heard.unreachable for heard in trial.rounds]).sum(0),
+            (trial.model * self.directions).sum(1),
+            (trial.model == 0).sum(1).double(),
+        )
+        return np.asarray(torch.stack(figures, dim=1))
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What one round releases, by block, in units of the noise that is claimed."""
+
+    after: ServerState
+    released: Tensor  # [blocks, coordinates]
+    directions: Tensor  # [blocks, coordinates], of this round's support
+    unreachable: Tensor  # [blocks]
+    shift: float  # how far a client moves the sum
+
+    @property
+    def along(self) -> Tensor:
+        return (self.released * self.directions).sum(1)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one run releases."""
+
+    rounds: list[Heard]
+    model: Tensor  # [blocks, coordinates]: how far the published model moved
+
+
+def unreachable_from_zero(values: Tensor, noise_std: float) -> Tensor:
+    """Which float32 values no float32 sample, times the noise's deviation, rounds to: the sum was not 0 there.
+
+    What gives float noise away (Mironov 2012). Noise in whole numbers reaches the same values from every sum.
+    """
+    exact, scale = values.numpy(), max(noise_std, 1e-30)
+    low = high = (exact.astype(np.float64) / scale).astype(np.float32)
+    reached = np.zeros(len(exact), dtype=bool)
+    for _ in range(4):  # the two grids' spacings differ by less than a factor of 4
+        for sample in (low, high):
+            reached |= (sample.astype(np.float64) * scale).astype(np.float32) == exact
+        low, high = np.nextafter(low, np.float32(-np.inf)), np.nextafter(high, np.float32(np.inf))
+    return torch.from_numpy(~reached)
 
 
 def _by_block(vector: Tensor) -> Tensor:
@@ -160,61 +341,84 @@ def _by_block(vector: Tensor) -> Tensor:
     return parts.permute(2, 0, 1, 3).reshape(BLOCKS, -1)
 
 
-def _statistics(released: Tensor, nobody: Tensor, directions: Tensor) -> Values:
-    """[blocks, statistics]. `nobody` is an earlier release without any of the clients: the adversary may know it."""
-    along = (released * directions).sum(1)
-    figures = (
-        along,
-        released.norm(dim=1),
-        (released == 0).sum(1).double(),
-        released.abs().amax(1),
-        along - (nobody * directions).sum(1),
-    )
-    return np.asarray(torch.stack(figures, dim=1))
+def _clients(config: Config, cohort: int = _COHORT, fewest: int = _FEWEST) -> int:
+    """N: enough for a cohort in which nothing is rare, and for the fewest clients that a mechanism accepts."""
+    least = getattr(config.mechanism, "min_cohort", None) or 0
+    cohort = max(cohort, math.ceil(least + 6 * math.sqrt(least) + (BLOCKS / 2 if least else 0)))
+    clients = max(fewest, math.ceil(cohort / config.sample_rate))
+    if clients > _MOST or cohort > 20 * _COHORT:
+        raise ConfigError(
+            f"sample_rate={config.sample_rate:g} and cohorts of {cohort} need {clients:,} clients in a worst-case "
+            f"check, which has room for {_MOST:,} clients and cohorts of {20 * _COHORT}"
+        )
+    return clients
 
 
-def _finding(case: WorstCase, present: Values, absent: Values) -> Finding:
-    alone = [lower_bound(present[:, [i]], absent[:, [i]], case.delta) for i in range(len(STATISTICS))]
-    best = STATISTICS[int(np.argmax(alone))] if max(alone) > 0 else "none"
-    return Finding(case.epsilon, lower_bound(present, absent, case.delta), len(present), best)
+def _population(config: Config, clients: int, opposite: bool) -> Packed:
+    """Loud clients (one per block), quiet ones up to N with one sample of zeros, and a substitute for each loud one."""
+    amplitude = _LOUDNESS * config.clip_norm / (config.local.learning_rate * 0.5 * math.sqrt(2 * _FEATURES * _TENSORS))
+    loud = amplitude * torch.eye(BLOCKS).repeat_interleave(_FEATURES, dim=1).repeat_interleave(_LOUD_SAMPLES, dim=0)
+    x = torch.cat([loud, loud, torch.zeros(1, BLOCKS * _FEATURES)])
+    y = torch.zeros(len(x), dtype=torch.int64)
+    y[len(loud) : 2 * len(loud)] = 1
+    first = _LOUD_SAMPLES * torch.arange(BLOCKS)
+    still = torch.full((clients - BLOCKS,), len(x) - 1)
+    sizes = torch.ones(clients + BLOCKS, dtype=torch.int64)
+    sizes[:BLOCKS] = _LOUD_SAMPLES
+    substitutes = first + len(loud) if opposite else torch.full((BLOCKS,), len(x) - 1)
+    if opposite:
+        sizes[clients:] = _LOUD_SAMPLES
+    return Packed(x, y, torch.cat([first, still, substitutes]), sizes, _CLASSES)
 
 
-def _protocol(case: WorstCase, folder: Path, rounds: int) -> tuple[Protocol, ServerState]:
-    module, population = Tiny(), _population()
-    check_model(module, population.shape, _CLASSES)
-    layout, sampler = Layout.of(module), FullSampler(population.clients)
-    mechanism = case.mechanism.bind(Conditions(layout.total, case.clip_norm, sampler.expected_cohort, sampler.clients))
-    plan = make_plan(sampler, mechanism, rounds=1, delta=case.delta, accountant=case.accountant, epsilon=case.epsilon)
-    protocol = Protocol(
-        plan=plan,
-        engine=LocalEngine(population, CPU, vectorise=True, block_size=128),
-        mechanism=mechanism,
-        server=Sgd(),
-        averaging=None,
-        # each release stands for the only one of its own run; one file counts them all
-        ledger=Ledger(folder / "ledger.jsonl", Budget(math.inf, case.delta, case.accountant, rounds)),
-        forward=as_function(module),
-        layout=layout,
-        local=LocalTraining(steps=1, batch_size=4, learning_rate=100.0 * case.clip_norm),
-        methods=case.methods,
-        clip_norm=case.clip_norm,
-        bounding=case.bounding,
-    )
-    return protocol, protocol.server.init(initial_vector(module))
-
-
-def _population() -> Packed:
-    """One loud client per block with four samples in its features, then as many quiet ones with a sample of zeros."""
-    loud = torch.eye(BLOCKS).repeat_interleave(_FEATURES, dim=1).repeat_interleave(4, dim=0)  # [4·blocks, features]
-    x = torch.cat([loud, torch.zeros(BLOCKS // 2, BLOCKS * _FEATURES)])
-    sizes = torch.tensor([4] * BLOCKS + [1] * (BLOCKS // 2))
-    return Packed(x, torch.zeros(len(x), dtype=torch.int64), torch.cumsum(sizes, 0) - sizes, sizes, _CLASSES)
-
-
-def _directions(protocol: Protocol, state: ServerState) -> Tensor:
+def _directions(setup: Setup) -> Tensor:
     """What the adversary knows: where each loud client's update points, [blocks, coordinates]."""
-    ids = torch.arange(BLOCKS)
-    blocks = protocol.engine.map_clients(client_job(protocol, state), ids, make_rng(0))
-    updates = torch.cat([block.bounded.value for block in blocks]).double()  # all of a size: in the order of ids
-    own = torch.stack([_by_block(update)[block] for block, update in enumerate(updates)])
+    protocol = replace(setup.protocol, mask=None, clipping=None)
+    job = client_job(protocol, protocol.server.init(setup.initial))
+    own = torch.zeros(BLOCKS, _TENSORS * _CLASSES * _FEATURES, dtype=torch.float64)
+    for block in protocol.engine.map_clients(job, torch.arange(BLOCKS), setup.rng.child("directions")):
+        for update in block.bounded.value.double().cpu():
+            spread = _by_block(update)
+            owner = int(spread.square().sum(1).argmax())
+            own[owner] = spread[owner]
     return torch.nn.functional.normalize(own)
+
+
+def _quiet_checks(case: WorstCase, sigma: float, longest: float, folder: Path, machine: Machine) -> tuple[Check, ...]:
+    """One run among clients who send zeros: all that is released is noise."""
+    shares = getattr(case.config.mechanism, "mode", "fast") == "exact" and case.config.clipping is None
+    cohort = _SHARES if shares else _COHORT
+    clients = _clients(case.config, cohort, cohort)
+    config = replace(
+        case.config, rounds=_QUIET_ROUNDS, delta=case.trial_delta, epsilon=None, noise_multiplier=sigma,
+        local=replace(case.config.local, steps=1),
+    )  # fmt: skip
+    zeros = torch.zeros(clients, dtype=torch.int64)
+    population = Packed(torch.zeros(1, _QUIET_BLOCKS * _FEATURES), zeros[:1], zeros, zeros + 1, _CLASSES)
+    setup = _prepared(config, folder, machine, Tiny(_QUIET_BLOCKS), population)
+    mechanism = Overheard(setup.protocol.mechanism, inside=True)
+    engine, plan = Attended(setup.protocol.engine), setup.protocol.plan
+    protocol = replace(
+        setup.protocol, mechanism=mechanism, engine=engine, ledger=_endless(folder / "quiet.jsonl", plan)
+    )
+    state = first_state(protocol, setup.initial)
+    noise, cohorts = NoiseLog(mechanism.inner), CohortLog(plan.sampler)
+    with suitable_threads(setup.initial.device, protocol.layout.total):
+        for round_ in range(1, _QUIET_ROUNDS + 1):
+            state = run_round(protocol, state, setup.rng.child("round", round_)).state
+            cohorts.add(engine.last)
+            if mechanism.seen is not None:
+                noise.add(mechanism.seen)
+    return (messages_fit(max(longest, mechanism.longest)), *noise.checks(), *cohorts.checks())
+
+
+def _prepared(config: Config, folder: Path, machine: Machine, module: nn.Module, population: Packed) -> Setup:
+    test = Samples(population.x[:1], population.y[:1])
+    federation = Federation("a worst case", population, None, 0, test)
+    plain = replace(config, clients=None, evaluate="test", test_views=1)
+    return prepare(plain, folder / f"setup-{population.clients}.jsonl", machine, federation, module)
+
+
+def _endless(path: Path, plan: PrivacyPlan) -> Ledger:
+    """Each trial stands for the only one of its own run; one file counts them all."""
+    return Ledger(path, Budget(math.inf, plan.delta, plan.accountant, 10**9))

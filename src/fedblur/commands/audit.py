@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fedblur.audit import Audit, WorstCase, audit, check_worst_case
+from fedblur.audit import Audit, Check, Finding, WorstCase, audit, check_isolation, check_worst_case
+from fedblur.audit.worst_case import worst_case_ticks
 from fedblur.checkpoint import write_atomically
 from fedblur.commands.guard import FOUND
 from fedblur.commands.run import DataDir, Device, EngineOption, Json, Plugin, PrecisionOption, Quiet, make_machine
@@ -40,8 +41,10 @@ def audit_(
         bool, typer.Option(help="Also one run of each row without its noise: it must be found.")
     ] = False,
     plugin: Plugin = None,
-    worst_case: Annotated[bool, typer.Option(help="One release many times on a tiny model instead.")] = False,
-    repetitions: Annotated[int, typer.Option(help="With --worst-case: releases with and without the client.")] = 10_000,
+    worst_case: Annotated[
+        bool, typer.Option(help="A few rounds many times on a tiny model instead, and tests of noise and cohorts.")
+    ] = False,
+    repetitions: Annotated[int, typer.Option(help="With --worst-case: trials with and without the client.")] = 10_000,
     data_dir: DataDir = None,
     device: Device = "auto",
     engine: EngineOption = "auto",
@@ -53,14 +56,13 @@ def audit_(
 
     Trains with canary clients in the real round and attacks the released models. It spends epsilon on the clients, as
     any run does. Each result is a small JSON file and a figure; what is already there is not computed again. Exit
-    status 1: an attack is above the claim, which is a bug.
+    status 1: an attack is above the claim, or a check fails, which is a bug.
     """
-    configs = _configs(what)
+    configs, machine = _configs(what), make_machine(device, engine, data_dir, precision)
     if worst_case:
-        _worst_cases(configs, repetitions, json_, quiet)
+        _worst_cases(configs, what is None, repetitions, machine, json_, quiet)
         return
     folder = out or _default_folder(what)
-    machine = make_machine(device, engine, data_dir, precision)
     jobs = [(name, config, False) for name, config in configs] + (_controls(configs) if control else [])
     results = [
         _one(name, config, folder, (canaries, held_out, removed), machine, quiet or json_)
@@ -71,7 +73,7 @@ def audit_(
     else:
         Console().print(render(results))
         Console().print(f"Results: {folder}")
-    if any(result["verdict"] == "ABOVE" and not result["noise_removed"] for result in results):
+    if any(result["verdict"] in ("ABOVE", "BROKEN") and not result["noise_removed"] for result in results):
         raise typer.Exit(FOUND)
 
 
@@ -143,30 +145,44 @@ def _cell(attack: dict[str, Any]) -> str:
     return f"{attack['epsilon']:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def _worst_cases(configs: list[Named], repetitions: int, as_json: bool, quiet: bool) -> None:
+def _worst_cases(
+    configs: list[Named], plain: bool, repetitions: int, machine: Machine, as_json: bool, quiet: bool
+) -> None:
+    """`plain`: no configuration was given, so the mechanism is checked where nothing hides a client."""
     results: list[dict[str, Any]] = []
     for name, config in configs:
-        if config.voting is not None:
-            raise ConfigError(f"method {config.voting.part_name!r} sends votes, not updates; check a method of rounds")
-        case = WorstCase(
-            config.mechanism, config.method, config.bounding, config.accountant, config.epsilon or 2.0, seed=config.seed
-        )
-        with bar(name, -(-2 * repetitions // 200), quiet or as_json) as tick:
-            found = check_worst_case(case, repetitions, tick)
-        results.append({"name": name, **asdict(found), "broken": found.broken})
+        case = WorstCase() if plain else WorstCase(config)
+        with bar(name, worst_case_ticks(repetitions), quiet or as_json) as tick:
+            found = check_worst_case(case, repetitions, machine, tick)
+        found = replace(found, checks=(*found.checks, *check_isolation(config, machine)))
+        results.append(_facts(name, found))
         if not as_json:
-            typer.echo(_worst_line(results[-1]))
+            typer.echo("\n".join(_worst_lines(config, found, results[-1])))
     if as_json:
         print_json(results)
     if any(result["broken"] for result in results):
         raise typer.Exit(FOUND)
 
 
-def _worst_line(found: dict[str, Any]) -> str:
-    share = found["lower_bound"] / found["claimed"]
-    verdict = "BROKEN: weaker than it claims" if found["broken"] else "no violation found"
-    return (
-        f"{found['name']}: one release at ε = {found['claimed']:g}, δ = 0.01: ε is at least {found['lower_bound']:.3f} "
-        f"({100 * share:.0f} % of the claim; {found['repetitions']:,} releases with and without the client, by "
-        f"{found['best']}): {verdict}"
+def _facts(name: str, found: Finding) -> dict[str, Any]:
+    checks = [{**asdict(check), "broken": check.broken} for check in found.checks]
+    return {"name": name, **asdict(found), "checks": checks, "broken": found.broken}
+
+
+def _worst_lines(config: Config, found: Finding, facts: dict[str, Any]) -> list[str]:
+    """The bound, and a line for each check."""
+    share = found.lower_bound / found.claimed
+    verdict = "BROKEN: weaker than it claims" if found.broken else "no violation found"
+    rounds = "one release" if found.rounds == 1 else f"{found.rounds} of {config.rounds} rounds"
+    bound = (
+        f"{facts['name']}: {rounds} at ε = {found.claimed:.4g}, δ = {found.delta:g}: ε is at least "
+        f"{found.lower_bound:.3f} ({100 * share:.0f} % of the claim; {found.repetitions:,} times with and without the "
+        f"client, by {found.best}): {verdict}"
     )
+    return [bound, *(f"  {_state(check)} {check.name}: {check.words}" for check in found.checks)]
+
+
+def _state(check: Check) -> str:
+    if check.p_value is None:
+        return "not tested:"
+    return f"BROKEN (p = {check.p_value:.1g}):" if check.broken else f"holds (p = {check.p_value:.2g}):"
