@@ -12,7 +12,7 @@ Rejection with 512 bins of width 1/16. Let h(x) = exp(−x²/2). One proposal ta
 
 In real arithmetic the accepted x has a density in proportion to h(x), whatever the W_i are. Floating point only sorts
 out the clear cases: each comparison is made with a margin far above its rounding error, and a proposal that falls
-inside the margin (about one in 2^39 for the acceptance, one in 2^18 for rounding at s = 2^30) is decided with rational
+inside the margin (about one in 2^39 for the acceptance, one in 2^17 for rounding at s = 2^30) is decided with rational
 numbers and as many more random bits as that takes. So the law is exact but for one thing: |x| < 32. What lies beyond
 has probability 2·Φ(−32) < 2^-743, which `accounting.py` pays for out of delta.
 """
@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from decimal import Decimal, localcontext
+from decimal import Context, Decimal, localcontext
 from fractions import Fraction
 from functools import cache
 
@@ -65,8 +65,7 @@ class Table:
 @cache
 def table() -> Table:
     """Make the bins, in whole numbers and decimals of 60 digits: once a process."""
-    with localcontext() as context:
-        context.prec = 60
+    with localcontext(Context(prec=60)):
         heights = [(-((Decimal(i) / PER_UNIT) ** 2) / 2).exp() for i in range(BINS + 1)]
         top = int((_TOTAL - 2 * BINS) / sum(heights[:BINS]))
         weights = [int(top * height) + 1 for height in heights[:BINS]]  # above M·h(i/16), to the last digit
@@ -183,9 +182,9 @@ def decide(chosen: int, u: int, r: int, scale: float, lane: Lane) -> tuple[int, 
 
 def _height(x: Fraction, bits: int, down: bool) -> Fraction:
     """Bound exp(−x²/2) from one side, to a relative 10^-digits. Decimal's exp is correctly rounded."""
-    with localcontext() as context:
-        context.prec = digits = 30 + bits // 3
+    digits = 30 + bits // 3
+    with localcontext(Context(prec=digits)):
         square = x * x / 2
         height = Fraction((-(Decimal(square.numerator) / Decimal(square.denominator))).exp())
-    # rounding x²/2 ≤ 512 moves the result by 512·10^-digits, rounding exp by one unit in the last place
+    # rounding x²/2 ≤ 512 moves the result by a share of 512·5·10^-digits at most, rounding exp by 5·10^-digits
     return height * (1 + (-1 if down else 1) * Fraction(10) ** (4 - digits))
