@@ -28,6 +28,7 @@ from fedblur.ledger import Budget, Ledger
 from fedblur.mechanisms import rounded_gaussian
 from fedblur.rng import Rng, make_rng
 from fedblur.runfolder import RunFolder
+from fedblur.selection import WORDS
 from fedblur.setup import Machine, load
 from fedblur.train import Run, Watcher, train
 from fedblur.tuning import HALF, Search, candidates, statement
@@ -89,7 +90,7 @@ def _draw(search: Search, local: Path, rng: Rng) -> list[int]:
         if drawn["search"] != search.key:
             raise RunError(f"{local} holds another search that was not finished; finish it, or choose another --out")
         return list(drawn["picks"])
-    count = search.count.draw(float(rng.child("count").uniform(1)[0]))
+    count = search.count.draw(rng.child("count").keystream().lane(0).words(WORDS))
     uniforms = rng.child("picks").uniform(count)
     picks = [int(u * len(search.candidates)) for u in uniforms]
     local.mkdir(parents=True, exist_ok=True)

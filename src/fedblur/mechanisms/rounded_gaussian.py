@@ -21,33 +21,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Context, Decimal, localcontext
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from fedblur.errors import PrivacyError
+from fedblur.mechanisms import rejection
+from fedblur.mechanisms.rejection import MARGIN, OPEN, ROUNDING, TOTAL, Values, Words, aliases
 from fedblur.rng import Keystream, Lane
 
 BINS, PER_UNIT = 512, 16  # |x| < 32
-TAIL = 2.0**-743  # at least what the truncation at 32 leaves out: 2·Φ(−32) = 1.1e-224
 LARGEST = 2.0**40  # s
-_TOTAL = 2**63  # Σ W_i
-_COLUMN = _TOTAL // BINS
+_COLUMN = TOTAL // BINS
 # Relative error of M·h(x)/W_i in float64: x has two roundings of 2^-53, so x²/2 ≤ 512 is off by at most 1.25·2^-42, and
 # exp of it by as large a share; exp itself adds 4 units in the last place, the products 3 roundings. Together below
-# 2^-41. Absolute error of r: 2^-53 of itself, and the 2^-64 that its bits leave open.
-MARGIN, OPEN = 2.0**-40, 2.0**-62
-ROUNDING = 2.0**-48  # relative error of s·x: below 2^-51; what word 1 leaves open is s·2^-68
-_LANE = 2**15  # coordinates drawn together: their arrays fit into a core's cache
-_AHEAD = 2**15  # coordinates from which a draw is worth a thread
-_THREADS = 4
+# 2^-41, half of MARGIN. Absolute error of r: 2^-53 of itself, and the 2^-64 that its bits leave open: OPEN is four
+# times that. Relative error of s·x: below 2^-51, an eighth of ROUNDING; what word 1 leaves open is s·2^-68.
+_REST = 2.0**-60
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ class Table:
 
     top: int  # M
     weights: tuple[int, ...]  # W_i
-    cut: NDArray[np.uint64]  # [256] below: the column's own bin; from there on: its alias
+    cut: NDArray[np.uint64]  # [512] below: the column's own bin; from there on: its alias
     alias: NDArray[np.intp]
     scale: NDArray[np.float64]  # M/W_i
     sure: NDArray[np.float64]  # r below this is accepted wherever in the bin x lies
@@ -67,11 +62,11 @@ def table() -> Table:
     """Make the bins, in whole numbers and decimals of 60 digits: once a process."""
     with localcontext(Context(prec=60)):
         heights = [(-((Decimal(i) / PER_UNIT) ** 2) / 2).exp() for i in range(BINS + 1)]
-        top = int((_TOTAL - 2 * BINS) / sum(heights[:BINS]))
+        top = int((TOTAL - 2 * BINS) / sum(heights[:BINS]))
         weights = [int(top * height) + 1 for height in heights[:BINS]]  # above M·h(i/16), to the last digit
-        weights[0] += _TOTAL - sum(weights)
+        weights[0] += TOTAL - sum(weights)
         lowest = [float(top * heights[i + 1] / weights[i]) for i in range(BINS)]
-    cut, alias = _aliases(weights)
+    cut, alias = aliases(weights)
     return Table(
         top,
         tuple(weights),
@@ -82,23 +77,7 @@ def table() -> Table:
     )
 
 
-def _aliases(weights: list[int]) -> tuple[list[int], list[int]]:
-    """Divide the bins among columns of equal weight, at most two bins in each (Walker 1977, Vose 1991)."""
-    left, cut, alias = list(weights), [_COLUMN] * BINS, list(range(BINS))
-    small = [i for i in range(BINS) if left[i] < _COLUMN]
-    large = [i for i in range(BINS) if left[i] > _COLUMN]
-    while small:
-        light, heavy = small.pop(), large[-1]
-        cut[light], alias[light] = left[light], heavy
-        left[heavy] -= _COLUMN - left[light]
-        if left[heavy] <= _COLUMN:
-            large.pop()
-            if left[heavy] < _COLUMN:
-                small.append(heavy)
-    return cut, alias
-
-
-def draw(scale: float, count: int, source: Keystream, threads: int = 1) -> NDArray[np.int64]:
+def draw(scale: float, count: int, source: Keystream, threads: int = 1) -> Values:
     """Draw `count` independent values with s = `scale`. The result depends on the key alone, not on threads.
 
     scale = 0                            zeros
@@ -106,43 +85,17 @@ def draw(scale: float, count: int, source: Keystream, threads: int = 1) -> NDArr
     """
     if not 0 <= scale <= LARGEST:
         raise PrivacyError(f"noise of {scale:g} grid steps must be between 0 and 2^40 of them")
-    found = np.zeros(count, dtype=np.int64)
     if scale == 0:
-        return found
-    lanes = [(found[first : first + _LANE], first // _LANE) for first in range(0, count, _LANE)]
-    if threads == 1 or len(lanes) == 1:
-        for part, number in lanes:
-            _fill(part, scale, source.lane(number))
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(lambda lane: _fill(lane[0], scale, source.lane(lane[1])), lanes))
-    return found
+        return np.zeros(count, dtype=np.int64)
+    return rejection.draw(partial(_propose, scale=scale), count, source, threads)
 
 
 def begin(scale: float, count: int, source: Keystream) -> Callable[[], Tensor]:
     """Draw beside what the caller does next; call the result to wait for the noise, int64."""
-    if count < _AHEAD:
-        return lambda: torch.from_numpy(draw(scale, count, source))
-    pool = ThreadPoolExecutor(1, "noise")
-    coming: Future[NDArray[np.int64]] = pool.submit(draw, scale, count, source, min(_THREADS, -(-count // _LANE)))
-    pool.shutdown(wait=False)
-    return lambda: torch.from_numpy(coming.result())
+    return rejection.begin(lambda threads: draw(scale, count, source, threads), count)
 
 
-def _fill(found: NDArray[np.int64], scale: float, lane: Lane) -> None:
-    """Propose for every place, then again for those that were rejected, until none is left."""
-    places: NDArray[np.intp] | slice = slice(None)
-    count = len(found)
-    while count:
-        words = lane.words(3 * count).reshape(3, count)
-        values, accepted = _propose(words, scale, lane)
-        found[places] = values
-        rejected = np.flatnonzero(~accepted)
-        places = rejected if isinstance(places, slice) else places[rejected]
-        count = len(rejected)
-
-
-def _propose(words: NDArray[np.uint64], scale: float, lane: Lane) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def _propose(words: Words, lane: Lane, *, scale: float) -> tuple[Values, NDArray[np.bool_]]:
     """One proposal for each column of words: its value, and whether it is accepted."""
     bins = table()
     column = (words[0] >> np.uint64(55)).astype(np.intp)
@@ -156,7 +109,7 @@ def _propose(words: NDArray[np.uint64], scale: float, lane: Lane) -> tuple[NDArr
     unclear = ~accepted[rest] & (r[rest] <= height * (1 + MARGIN) + OPEN)
     y = scale * x
     nearest = np.rint(y)
-    unclear_places = np.flatnonzero(np.abs(y - nearest) + ROUNDING * y + 2.0**-60 * scale >= 0.5)
+    unclear_places = np.flatnonzero(np.abs(y - nearest) + ROUNDING * y + _REST * scale >= 0.5)
     values = nearest.astype(np.int64)
     for place in np.union1d(rest[unclear], unclear_places):
         exact = decide(int(chosen[place]), int(words[1, place]), int(words[2, place]), scale, lane)
