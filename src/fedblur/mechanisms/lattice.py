@@ -115,17 +115,15 @@ def _propose(words: Words, lane: Lane, *, law: Law) -> tuple[Values, NDArray[np.
     chosen = np.where((words[0] & np.uint64(_COLUMN - 1)) < bins.cut[column], column, bins.alias[column])
     y = words[1] * (2.0**-64 * width)
     values = bins.first[chosen] + y.astype(np.int64)
-    unclear_places = np.flatnonzero(np.abs(y - np.rint(y)) <= ROUNDING * width)
+    between = np.flatnonzero(np.abs(y - np.rint(y)) <= ROUNDING * width)
     r = words[2] * 2.0**-64
     accepted = r < bins.sure[chosen]
     rest = np.flatnonzero(~accepted)
-    height = law.heights(values[rest].astype(np.float64)) * bins.scale[chosen[rest]]
-    accepted[rest] = r[rest] < height * (1 - margin) - OPEN
-    unclear = ~accepted[rest] & (r[rest] <= height * (1 + margin) + OPEN)
-    for place in np.union1d(rest[unclear], unclear_places):
-        values[place], accepted[place] = decide(
-            law, int(chosen[place]), int(words[1, place]), int(words[2, place]), lane
-        )
+    limit = law.heights(values[rest].astype(np.float64)) * bins.scale[chosen[rest]]
+    accepted[rest] = r[rest] < limit * (1 - margin) - OPEN
+    unclear = ~accepted[rest] & (r[rest] <= limit * (1 + margin) + OPEN)
+    for i in np.union1d(rest[unclear], between):
+        values[i], accepted[i] = decide(law, int(chosen[i]), int(words[1, i]), int(words[2, i]), lane)
     return values, accepted
 
 

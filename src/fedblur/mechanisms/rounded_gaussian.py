@@ -42,7 +42,7 @@ _COLUMN = TOTAL // BINS
 # exp of it by as large a share; exp itself adds 4 units in the last place, the products 3 roundings. Together below
 # 2^-41, half of MARGIN. Absolute error of r: 2^-53 of itself, and the 2^-64 that its bits leave open: OPEN is four
 # times that. Relative error of s·x: below 2^-51, an eighth of ROUNDING; what word 1 leaves open is s·2^-68.
-_REST = 2.0**-60
+REST = 2.0**-60
 
 
 @dataclass(frozen=True)
@@ -100,22 +100,30 @@ def _propose(words: Words, lane: Lane, *, scale: float) -> tuple[Values, NDArray
     bins = table()
     column = (words[0] >> np.uint64(55)).astype(np.intp)
     chosen = np.where((words[0] & np.uint64(_COLUMN - 1)) < bins.cut[column], column, bins.alias[column])
-    x = (chosen + words[1] * 2.0**-64) / PER_UNIT
-    r = words[2] * 2.0**-64
+    x, r = place(chosen, words[1]), words[2] * 2.0**-64
     accepted = r < bins.sure[chosen]
     rest = np.flatnonzero(~accepted)
-    height = np.exp(-0.5 * x[rest] ** 2) * bins.scale[chosen[rest]]
-    accepted[rest] = r[rest] < height * (1 - MARGIN) - OPEN
-    unclear = ~accepted[rest] & (r[rest] <= height * (1 + MARGIN) + OPEN)
+    limit = chance(x[rest], chosen[rest])
+    accepted[rest] = r[rest] < limit * (1 - MARGIN) - OPEN
+    unclear = ~accepted[rest] & (r[rest] <= limit * (1 + MARGIN) + OPEN)
     y = scale * x
     nearest = np.rint(y)
-    unclear_places = np.flatnonzero(np.abs(y - nearest) + ROUNDING * y + _REST * scale >= 0.5)
+    between = np.flatnonzero(np.abs(y - nearest) + ROUNDING * y + REST * scale >= 0.5)
     values = nearest.astype(np.int64)
-    for place in np.union1d(rest[unclear], unclear_places):
-        exact = decide(int(chosen[place]), int(words[1, place]), int(words[2, place]), scale, lane)
-        values[place], accepted[place] = exact
+    for i in np.union1d(rest[unclear], between):
+        values[i], accepted[i] = decide(int(chosen[i]), int(words[1, i]), int(words[2, i]), scale, lane)
     np.negative(values, out=values, where=(words[0] & np.uint64(_COLUMN)) != 0)
     return values, accepted
+
+
+def place(chosen: NDArray[np.intp], u: Words) -> NDArray[np.float64]:
+    """x in float64: a relative error of 2^-52, and the 2^-68 that 64 bits leave open."""
+    return np.asarray((chosen + u * 2.0**-64) / PER_UNIT)
+
+
+def chance(x: NDArray[np.float64], chosen: NDArray[np.intp]) -> NDArray[np.float64]:
+    """M·h(x)/W_i in float64: a relative error of 2^-41."""
+    return np.asarray(np.exp(-0.5 * x**2) * table().scale[chosen])
 
 
 def decide(chosen: int, u: int, r: int, scale: float, lane: Lane) -> tuple[int, bool]:
