@@ -46,7 +46,7 @@ def accuracy_by_client(
     """
     hits = []
     for x, y in zip(torch.split(samples.x, sizes.tolist()), torch.split(samples.y, sizes.tolist()), strict=True):
-        filled = -(-len(y) // _ALONE) * _ALONE - len(y)
+        filled = -(-max(len(y), 1) // _ALONE) * _ALONE - len(y)
         alone = Samples(torch.cat([x, x.new_zeros(filled, *x.shape[1:])]), torch.cat([y, y.new_full((filled,), -1)]))
         predictions = _predictions(forward, theta, alone, methods, views, _ALONE)
         hits.append(sum(int((logits.argmax(1) == label).sum()) for logits, label in predictions))
