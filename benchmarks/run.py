@@ -3,7 +3,8 @@
     python benchmarks/run.py [--rounds 7] [--systems loop ours pfl flower fedjax] [--workloads W W-small] [--out FOLDER]
 
 Peers are installed on the first run into `benchmarks/.envs/`. One that cannot be installed or fails is reported with
-the reason, and the others go on. The exit status is 1 if any system failed or computed another sum.
+the reason, and the others go on. At the end it measures what noise costs (`noise.py`). The exit status is 1 if any
+system failed or computed another sum.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
+import noise
 from harness.environments import BENCHMARKS, Unavailable, python_of
 from harness.front import render_front
 from harness.measure import SYSTEMS, measure
@@ -50,10 +52,13 @@ def main() -> int:
         measured.append(measure(workload, systems, options.rounds, options.threads))
     report = make_report(measured, options.rounds, options.threads)
     write(report, options.out or BENCHMARKS / "results")
+    drawn = noise.measure(repeats=5)
+    noise.write(drawn, options.out or BENCHMARKS / "results")
     if not options.out:
         render(report, BENCHMARKS / "results", BENCHMARKS / "README.md")
         render_front()
-    print(markdown(report, "cpu.svg"))
+        noise.render(drawn, BENCHMARKS / "README.md")
+    print(markdown(report, "cpu.svg"), noise.table(drawn), sep="\n")
     return int(any(row.error for each in measured for row in each.rows))
 
 

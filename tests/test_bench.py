@@ -79,3 +79,30 @@ def test_pictures__are_drawn_from_the_stored_results(tmp_path: Path) -> None:
         assert abs(len(drawn) - len((results / name).read_text(encoding="utf-8"))) < 2000  # fonts may differ
         assert f"results/{name}" in (BENCHMARKS / "README.md").read_text(encoding="utf-8")
     assert not list(results.glob("*.png"))
+
+
+def test_noise__table_is_that_of_the_results_file(tmp_path: Path) -> None:
+    import json
+
+    import noise
+
+    copy = tmp_path / "README.md"
+    copy.write_text((BENCHMARKS / "README.md").read_text())
+    results = json.loads((BENCHMARKS / "results" / "noise.json").read_text())
+    noise.render(results, copy)
+    assert copy.read_text() == (BENCHMARKS / "README.md").read_text()
+    assert "CPU cores" in results["machine"]
+    assert len(results["rows"]) == len(noise.WAYS) * len(noise.COUNTS) * len(noise.THREADS)
+
+
+def test_noise__peers_draw_what_they_are_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    import noise
+    from scipy import stats
+
+    from fedblur.rng import Seeded
+
+    monkeypatch.setattr(noise, "SCALE", 20.3)
+    for draw in (noise.canonne, noise.karney):
+        draws = draw(40_000, Seeded.root(1).keystream().lane(0))
+        assert len(draws) == 40_000
+        assert stats.kstest(draws + np.random.default_rng(0).random(40_000) - 0.5, "norm", (0, 20.3)).pvalue > 1e-3

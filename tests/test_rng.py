@@ -92,3 +92,8 @@ def test_rng__paths_do_not_collide() -> None:
 def test_seeded__many_seeds_are_those_of_the_children(name) -> None:
     root = Seeded.root(3).child("round", 7)
     assert root.seeds(name, [0, 17, -1]) == [root.child(name, i).seed() for i in (0, 17, -1)]
+
+
+def test_keystream__does_not_show_its_key() -> None:
+    """Whoever has it can subtract the noise; errors and logs print what they are about."""
+    assert repr(Keystream(b"secret" * 5)) == "Keystream()"

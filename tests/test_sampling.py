@@ -167,3 +167,25 @@ def test_description__says_how_clients_are_chosen() -> None:
     )
     assert "136 of 3,400" in Fixed().sampler(3400, 0.04).description
     assert "all 3,400" in Full().sampler(3400, 1).description
+
+
+def test_fixed__draws_again_where_the_last_in_and_the_first_out_are_equal() -> None:
+    """Ordered by id, such a pair would favour the lower one; equal draws on one side of the edge do no harm."""
+
+    class Twice(Uniform):
+        def child(self, *path: str | int) -> Uniform:
+            assert path == ("again",)
+            return Uniform([0.5, 0.4, 0.3, 0.2, 0.1])
+
+    tied = Twice([0.1, 0.5, 0.5, 0.2, 0.7])
+    assert Fixed().sampler(5, 0.6).cohort(tied).tolist() == [2, 3, 4]  # type: ignore[arg-type]
+    assert Fixed().sampler(5, 0.8).cohort(tied).tolist() == [0, 1, 2, 3]  # type: ignore[arg-type]
+
+
+def test_poisson__joins_with_a_probability_of_at_most_p() -> None:
+    """A draw is a multiple of 2^-53: the one just below ⌊p·2^53⌋ joins, and that one itself does not."""
+    for rate in (0.04, 0.06, 0.1, 1 / 3, 2.0**-52 * 1.5):
+        least = math.floor(rate * 2**53) * 2.0**-53
+        assert least <= rate
+        draws = Uniform([least - 2.0**-53, least])
+        assert Poisson().sampler(2, rate).cohort(draws).tolist() == [0]  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ import json
 import math
 
 import dp_accounting
+import mpmath
 import numpy as np
 import pytest
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
@@ -22,7 +23,7 @@ from fedblur.events import (
     from_json,
     to_json,
 )
-from fedblur.selection import TrialCount, best_of
+from fedblur.selection import WORDS, TrialCount, best_of
 
 LAWS = [TrialCount(eta, mean) for eta in (-0.5, 0.0, 0.5, 1.0, 3.0, math.inf) for mean in (1.5, 4.0, 30.0)]
 SIMPLE = np.array([1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0, 32.0, 64.0, 256.0])
@@ -115,9 +116,37 @@ def test_trial_count__is_the_published_one() -> None:
 @pytest.mark.parametrize("count", LAWS, ids=str)
 def test_trial_count__draws_follow_the_law(count: TrialCount) -> None:
     uniforms = (np.arange(400) + 0.5) / 400
-    draws = np.bincount([count.draw(u) for u in uniforms], minlength=6)[:6] / 400
+    draws = np.bincount([count.draw(as_words(int(u * 2**64))) for u in uniforms], minlength=6)[:6] / 400
     assert np.allclose(draws, count.chances(5), atol=1 / 400)
-    assert count.draw(1 - 2**-53) > count.mean  # the last number below 1 has a k too
+    assert count.draw(as_words(2**64 - 2**11)) > count.mean
+
+
+@pytest.mark.parametrize("count", LAWS, ids=str)
+def test_trial_count__draw_steps_where_the_sum_of_exact_chances_does(count: TrialCount) -> None:
+    """For random words just above and below P[K ≤ k]: 50 digits, far beyond what float64 could tell apart."""
+    with mpmath.workdps(120):
+        gamma, eta = (mpmath.mpf(1) if count.poisson else mpmath.mpf(count.gamma)), mpmath.mpf(count.shape)
+        total = mpmath.mpf(0)
+        for k in range(6):
+            if count.poisson:
+                total += mpmath.exp(-mpmath.mpf(count.mean)) * mpmath.mpf(count.mean) ** k / mpmath.factorial(k)
+            elif k:
+                first = 1 / (gamma**-eta - 1) if eta else 1 / mpmath.log(1 / gamma)
+                product = mpmath.fprod((j + eta) / (j + 1) for j in range(int(not eta), k))
+                total += first * (1 - gamma) ** k * product
+            if total:
+                edge = int(total * 2 ** (64 * WORDS))
+                below, above = (np.array(words_of(edge + by * 2**700), dtype=np.uint64) for by in (-1, 1))
+                assert (count.draw(below), count.draw(above)) == (k, k + 1)
+
+
+def words_of(number: int) -> list[int]:
+    return [number >> (64 * place) & (2**64 - 1) for place in range(WORDS)]
+
+
+def as_words(top: int) -> np.ndarray:
+    """A uniform number whose first 64 bits are these."""
+    return np.array([0] * (WORDS - 1) + [top], dtype=np.uint64)
 
 
 @pytest.mark.parametrize("shape", [0.0, 0.5, 1.0, 2.0, math.inf])

@@ -17,11 +17,13 @@ from typer.testing import CliRunner
 from fedblur import Config, Machine, accounting, trials
 from fedblur.cli import app
 from fedblur.config import LocalTraining
+from fedblur.data.population import Samples
 from fedblur.errors import ConfigError, RunError
 from fedblur.evaluation import accuracy_by_client, evaluate
 from fedblur.events import Gaussian, PrivateSelection, SelfComposed
-from fedblur.functional import Layout, as_function, initial_vector
+from fedblur.functional import Layout, Params, as_function, initial_vector
 from fedblur.ledger import Ledger, read_randomness
+from fedblur.methods import Method
 from fedblur.models import make_model
 from fedblur.report.statement import write_statement
 from fedblur.selection import TrialCount
@@ -94,6 +96,55 @@ def test_accuracy_by_client__averages_to_the_pooled_accuracy_when_weighted_by_si
     each = accuracy_by_client(forward, theta, DATA.validation, sizes)
     assert float((each * sizes).sum() / sizes.sum()) == pytest.approx(evaluate(forward, theta, DATA.validation)[0])
     assert 0 <= float(each.min()) < float(each.max()) <= 1
+
+
+@pytest.mark.parametrize("views", [1, 3])
+def test_accuracy_by_client__of_a_client_is_the_same_whoever_else_there_is(views: int) -> None:
+    """Or one client could move everyone's part of the score: by rounding in a shared batch, or by where views fall."""
+    module = make_model(BASE.model, DATA.train.shape, DATA.train.classes, seed=1)
+    theta, forward = Layout.of(module).unflatten(initial_vector(module)), as_function(module)
+    samples, sizes = DATA.validation, DATA.validation_sizes
+    assert samples is not None
+    assert sizes is not None
+    shapes: list[torch.Size] = []
+
+    def watched(params: Params, x: torch.Tensor) -> torch.Tensor:
+        shapes.append(x.shape)
+        return forward(params, x)
+
+    methods = (Flips(),) if views > 1 else ()
+    together = accuracy_by_client(watched, theta, samples, sizes, methods, views)
+    assert len(set(shapes)) == 1
+    for k in (0, len(sizes) // 2, len(sizes) - 1):
+        start = int(sizes[:k].sum())
+        own = Samples(samples.x[start : start + int(sizes[k])], samples.y[start : start + int(sizes[k])])
+        assert float(accuracy_by_client(forward, theta, own, sizes[k : k + 1], methods, views)[0]) == float(together[k])
+
+
+class Flips(Method):
+    """A view that differs from batch to batch."""
+
+    def view(self, inputs: torch.Tensor, seed: torch.Tensor, step: torch.Tensor | int) -> torch.Tensor:
+        return inputs.roll(int(seed) + int(step), -1)
+
+
+def test_score__of_clients_without_samples_adds_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """0/0 is NaN, and NaN as a whole number would be -2^63: more than any noise hides."""
+    search = make_search([BASE, OTHER], DATA, LAW, "public")
+    module = make_model(BASE.model, DATA.train.shape, DATA.train.classes, seed=1).eval()
+    bench = trials._Trials(search, tmp_path, CPU, DATA, trials.make_rng(0), lambda config, index: None)
+    each = torch.full((DATA.validation_clients,), 0.75, dtype=torch.float64)
+    each[0] = math.nan
+    monkeypatch.setattr(trials, "accuracy_by_client", lambda *_: each)
+    score = bench.score(Run(tmp_path, {}, module, []), BASE, bench.rng)
+    assert score == pytest.approx(0.5 + 0.25 * (len(each) - 1) / len(each))
+
+
+def test_accuracy_by_client__counts_a_client_of_no_samples_as_nan() -> None:
+    samples, theta = Samples(torch.zeros(3, 1), torch.zeros(3, dtype=torch.int64)), {"w": torch.zeros(1)}
+    each = accuracy_by_client(lambda _, x: x.new_zeros(len(x), 2), theta, samples, torch.tensor([2, 0, 1]))
+    assert each[[0, 2]].tolist() == [1, 1]
+    assert math.isnan(each[1])
 
 
 def test_score__moves_by_no_more_than_half_over_the_clients_when_one_is_removed() -> None:
@@ -218,7 +269,9 @@ def test_search__is_paid_for_before_its_first_trial_and_goes_on_with_what_was_dr
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     law = TrialCount(1.0, 4.0)
-    seed = next(seed for seed in range(99) if law.draw(trials.make_rng(seed).child("count").uniform(1)[0]) == 3)
+    seed = next(
+        seed for seed in range(99) if law.draw(trials.make_rng(seed).child("count").keystream().lane(0).words(13)) == 3
+    )
     search = make_search([replace(c, seed=seed) for c in (BASE, OTHER)], DATA, law, "private")
     whole = run_search(search, tmp_path / "whole", CPU, DATA)
     started: list[str] = []

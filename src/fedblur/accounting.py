@@ -36,9 +36,11 @@ ZERO_OUT = "one client's data against no data (zero-out); that it takes part is 
 
 SMALLEST_SIGMA, LARGEST_SIGMA = 2.0**-6, 2.0**20  # where a noise multiplier is looked for
 _TOLERANCE = 1e-4  # of a calibrated noise multiplier, relative
-# The share of delta that pays for noise being cut off at 32 standard deviations (`mechanisms/rounded_gaussian.py`). D
-# draws cost D·(1 + e^ε)·2^-743 of delta. For D ≤ 2^64 and δ ≥ 2^-100 that is below δ·2^-40 as long as ε ≤ 350.
+# The share of delta that pays for noise being cut off at 32 standard deviations (`mechanisms/rounded_gaussian.py`): D
+# draws cost D·(1 + e^ε)·2^-737 of delta. For D ≤ 2^64 that is at most δ·2^-40 as long as e^ε ≤ δ·2^632. A larger
+# epsilon is no claim any more, and is reported as inf: from 427 on at δ = 1e-5.
 _CUT_OFF = 2.0**-40
+_LARGEST_EXPONENT = 737 - 64 - 40 - 1
 
 
 def epsilon(event: Event, count: int, delta: float, accountant: Accountant = "pld") -> float:
@@ -49,16 +51,21 @@ def epsilon(event: Event, count: int, delta: float, accountant: Accountant = "pl
     (`accountants.py`). `adjacency` says between which neighbours it holds.
 
         noise_multiplier = 0                 inf
+        epsilon above 438 + log(delta)       inf: noise is cut off at 32 standard deviations
         count = 0                            0
         delta above all that can leak        0, for instance one round at sampling rate p <= delta
         delta outside (0, 1)                 ConfigError
         unknown event or accountant          PrivacyError; for PLD also fixed-size cohorts, delta < 2e-12
     """
-    if not 0 < delta < 1:
-        raise ConfigError(f"delta={delta} must be in (0, 1)")
+    _demand_delta(delta)
     if count < 0:
         raise ConfigError(f"count={count} must be 0 or more")
     return _spent(event, count, delta, accountant)
+
+
+def _demand_delta(delta: float) -> None:
+    if not 0 < delta < 1:
+        raise ConfigError(f"delta={delta} must be in (0, 1)")
 
 
 @functools.lru_cache(maxsize=2**16)
@@ -66,7 +73,13 @@ def _spent(event: Event, count: int, delta: float, accountant: str) -> float:
     adjacency(event)  # refuses a mixture of neighbouring relations: their epsilons do not add up
     if accountant not in INTERPRETERS:
         raise PrivacyError(f'accountant={accountant!r} is unknown; use "pld" or "rdp"')
-    return INTERPRETERS[accountant](flatten(event, count), delta * (1 - _CUT_OFF)) if count else 0.0
+    spent = INTERPRETERS[accountant](flatten(event, count), delta * (1 - _CUT_OFF)) if count else 0.0
+    return spent if spent <= largest_epsilon(delta) else math.inf
+
+
+def largest_epsilon(delta: float) -> float:
+    """The largest epsilon at which what the noise lacks beyond 32 standard deviations is paid for."""
+    return math.log(delta) + _LARGEST_EXPONENT * math.log(2)
 
 
 def adjacency(event: Event) -> Adjacency:
@@ -103,6 +116,7 @@ def calibrate(
         epsilon <= 0 or nan                  ConfigError
         epsilon that 2^20 does not reach     PrivacyError: too small for these rounds and this delta
         epsilon that 2^-6 stays below        PrivacyError: so large that noise makes no difference
+        epsilon above 438 + log(delta)       the same
     """
     if not epsilon > 0:
         raise ConfigError(f"epsilon={epsilon} must be above 0 (inf: no noise)")
@@ -110,6 +124,11 @@ def calibrate(
         raise ConfigError(f"rounds={rounds} must be 1 or more")
     if math.isinf(epsilon):
         return 0.0
+    _demand_delta(delta)
+    if epsilon > largest_epsilon(delta):
+        raise PrivacyError(
+            f"epsilon={epsilon:g} is met with next to no noise; lower it, or set epsilon = inf to train without noise"
+        )
 
     def excess(log_sigma: float) -> float:
         spent = _checked(make_event(math.exp(log_sigma)), rounds, delta, accountant)

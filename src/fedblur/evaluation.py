@@ -14,6 +14,7 @@ from fedblur.functional import Forward, Params
 from fedblur.methods import Method
 
 _CHUNK = 1024
+_ALONE = 64  # samples in a batch where a client must not share one with others
 
 
 @torch.no_grad()
@@ -28,7 +29,7 @@ def evaluate(
     device = next(iter(theta.values())).device
     correct = torch.zeros((), dtype=torch.int64, device=device)
     loss = torch.zeros((), dtype=torch.float64, device=device)
-    for logits, y in _predictions(forward, theta, samples, methods, views):
+    for logits, y in _predictions(forward, theta, samples, methods, views, _CHUNK):
         correct += (logits.argmax(1) == y).sum()
         loss += F.cross_entropy(logits, y, reduction="sum").double()
     return int(correct) / len(samples), float(loss) / len(samples)
@@ -38,11 +39,18 @@ def evaluate(
 def accuracy_by_client(
     forward: Forward, theta: Params, samples: Samples, sizes: Tensor, methods: tuple[Method, ...] = (), views: int = 1
 ) -> Tensor:
-    """Each client's own accuracy, [clients] float64 on the CPU; `sizes` says whose samples follow whose."""
-    predictions = _predictions(forward, theta, samples, methods, views)
-    hits = torch.cat([logits.argmax(1) == y for logits, y in predictions]).double().cpu()
-    owner = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
-    return torch.zeros(len(sizes), dtype=torch.float64).index_add_(0, owner, hits) / sizes
+    """Each client's own accuracy, [clients] float64 on the CPU; `sizes` says whose samples follow whose.
+
+    Formal guarantee: a client's accuracy is a function of its own samples. It has batches to itself, all of one size,
+    so no other client can change the rounding of its predictions or how a view disturbs them. NaN without samples.
+    """
+    hits = []
+    for x, y in zip(torch.split(samples.x, sizes.tolist()), torch.split(samples.y, sizes.tolist()), strict=True):
+        filled = -(-max(len(y), 1) // _ALONE) * _ALONE - len(y)
+        alone = Samples(torch.cat([x, x.new_zeros(filled, *x.shape[1:])]), torch.cat([y, y.new_full((filled,), -1)]))
+        predictions = _predictions(forward, theta, alone, methods, views, _ALONE)
+        hits.append(sum(int((logits.argmax(1) == label).sum()) for logits, label in predictions))
+    return torch.tensor(hits, dtype=torch.float64) / sizes
 
 
 @torch.no_grad()
@@ -50,7 +58,7 @@ def accuracy_by_class(
     forward: Forward, theta: Params, samples: Samples, classes: int, methods: tuple[Method, ...] = (), views: int = 1
 ) -> tuple[Tensor, Tensor]:
     """(accuracy [classes] float64, samples [classes] int64) on the CPU; NaN where a class has no samples."""
-    predictions = _predictions(forward, theta, samples, methods, views)
+    predictions = _predictions(forward, theta, samples, methods, views, _CHUNK)
     hits = torch.cat([logits.argmax(1) == y for logits, y in predictions]).double().cpu()
     labels = samples.y.cpu()
     counts = torch.bincount(labels, minlength=classes)
@@ -58,11 +66,11 @@ def accuracy_by_class(
 
 
 def _predictions(
-    forward: Forward, theta: Params, samples: Samples, methods: tuple[Method, ...], views: int
+    forward: Forward, theta: Params, samples: Samples, methods: tuple[Method, ...], views: int, width: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(log-probabilities up to a constant [chunk, classes], labels [chunk]) on the device of the weights."""
     device = next(iter(theta.values())).device
-    for chunk, (x, y) in enumerate(_chunks(samples)):
+    for chunk, (x, y) in enumerate(_chunks(samples, width)):
         inputs = as_input(x.to(device))
         seen = [inputs, *(_disturbed(inputs, methods, chunk, view) for view in range(1, views))]
         with SeededDropout(None):
@@ -70,8 +78,8 @@ def _predictions(
         yield torch.logsumexp(chances, 0), y.to(device)
 
 
-def _chunks(samples: Samples) -> Iterator[tuple[Tensor, Tensor]]:
-    return zip(torch.split(samples.x, _CHUNK), torch.split(samples.y, _CHUNK), strict=True)
+def _chunks(samples: Samples, width: int) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(torch.split(samples.x, width), torch.split(samples.y, width), strict=True)
 
 
 def _disturbed(inputs: Tensor, methods: tuple[Method, ...], chunk: int, view: int) -> Tensor:

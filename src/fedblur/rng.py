@@ -5,7 +5,8 @@ Without one, noise and sampling come from the operating system's generator, and 
 for science, not for privacy: anyone with the seed can regenerate the noise.
 
 Noise is made from a `Keystream`: AES-256 in counter mode (by the `cryptography` package). Its key comes from the
-operating system anew for every draw, so a process that forks never gives the same noise twice.
+operating system, fresh for every draw: two processes that forked draw different noise. Noise that was begun before a
+fork can be had by the process that began it alone (`mechanisms/base.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -43,7 +44,7 @@ class Lane:
 class Keystream:
     """2^64 lanes of random words from one key. What is drawn from one lane tells nothing about another."""
 
-    key: bytes  # 32 of them
+    key: bytes = field(repr=False)  # 32 of them; whoever has it can subtract the noise
 
     def lane(self, number: int) -> Lane:
         return Lane(self.key, number)
@@ -113,7 +114,7 @@ class Seeded:
         return self.numpy().random(count)
 
     def keystream(self) -> Keystream:
-        return Keystream(hashlib.blake2b(b"keystream", key=self.key, digest_size=32).digest())
+        return Keystream(hashlib.blake2b(b"noise", key=self.key, digest_size=32, person=b"keystream").digest())
 
 
 @dataclass(frozen=True)

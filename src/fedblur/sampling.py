@@ -109,8 +109,8 @@ class PoissonSampler:
 class FixedSizeSampler:
     """Exactly `size` clients, every such set equally likely: those with the smallest of N uniform draws.
 
-    Formal guarantees: without replacement, as `FixedSizeSampled` assumes. Two equal draws (a chance below
-    N²·2^-54 a round) are ordered by id.
+    Formal guarantees: without replacement, as `FixedSizeSampled` assumes, and every set exactly as likely as any other:
+    draws are repeated where the last one in and the first one out are equal.
     """
 
     clients: int  # N
@@ -129,8 +129,9 @@ class FixedSizeSampler:
         return f"fixed size: {self.size:,} of {self.clients:,} clients a round, without replacement"
 
     def cohort(self, rng: Rng) -> Tensor:
-        smallest = np.argpartition(rng.uniform(self.clients), self.size - 1)[: self.size]
-        return torch.from_numpy(np.sort(smallest))
+        draws = rng.uniform(self.clients)
+        chosen = np.flatnonzero(draws <= np.partition(draws, self.size - 1)[self.size - 1])
+        return torch.from_numpy(chosen) if len(chosen) == self.size else self.cohort(rng.child("again"))
 
     def event(self, inner: Event) -> Event:
         return FixedSizeSampled(self.clients, self.size, inner)

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fedblur.checkpoint import write_atomically
 from fedblur.config import Config, canonical, config_hash, from_dict, to_dict
 from fedblur.data.population import Federation
@@ -26,13 +28,14 @@ from fedblur.ledger import Budget, Ledger, randomness_of
 from fedblur.mechanisms import rounded_gaussian
 from fedblur.rng import Rng, make_rng
 from fedblur.runfolder import RunFolder
+from fedblur.selection import WORDS
 from fedblur.setup import Machine, load
 from fedblur.train import Run, Watcher, train
 from fedblur.tuning import HALF, Search, candidates, statement
 
 TrialWatcher = Callable[[Config, int], Watcher | None]
 NOTHING = "nothing released: no trial was drawn"
-_STEP = 2.0**-30  # scores are summed, and their noise is drawn, in multiples of this
+_STEP = 2.0**-20  # scores are summed, and their noise is drawn, in multiples of this
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def _draw(search: Search, local: Path, rng: Rng) -> list[int]:
         if drawn["search"] != search.key:
             raise RunError(f"{local} holds another search that was not finished; finish it, or choose another --out")
         return list(drawn["picks"])
-    count = search.count.draw(float(rng.child("count").uniform(1)[0]))
+    count = search.count.draw(rng.child("count").keystream().lane(0).words(WORDS))
     uniforms = rng.child("picks").uniform(count)
     picks = [int(u * len(search.candidates)) for u in uniforms]
     local.mkdir(parents=True, exist_ok=True)
@@ -135,14 +138,15 @@ class _Trials:
     def score(self, run: Run, config: Config, rng: Rng) -> float:
         """Mean accuracy over validation clients, each counting the same; with noise, a Gaussian release about them.
 
-        Σ (a_c - ½) moves by at most ½ when a client is added or removed; it is divided by a constant.
+        Σ (a_c - ½) moves by at most ½ when a client is added or removed; it is divided by a constant. A client without
+        samples adds nothing.
         """
         samples, sizes, noise = self.data.validation, self.data.validation_sizes, self.search.score_noise
         assert samples is not None
         assert sizes is not None
         theta = Layout.of(run.module).unflatten(initial_vector(run.module))
         each = accuracy_by_client(as_function(run.module), theta, samples, sizes, config.method, config.test_views)
-        whole = ((each - HALF) / _STEP).trunc().long().sum()  # each at most ½, and exact from here on
+        whole = (torch.nan_to_num(each - HALF) / _STEP).trunc().long().sum()  # each at most ½; exact from here on
         blur = rounded_gaussian.draw(HALF * noise / _STEP * (1 + 2.0**-50), 1, rng.keystream())[0]
         return (int(whole) + int(blur)) * _STEP / self.data.validation_clients + HALF
 

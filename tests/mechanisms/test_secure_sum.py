@@ -12,7 +12,6 @@ from scipy import stats
 from fedblur.clipping import Bounded
 from fedblur.errors import ConfigError, PrivacyError, RoundAborted
 from fedblur.mechanisms.base import Conditions, Release
-from fedblur.mechanisms.coins import Coins
 from fedblur.mechanisms.ddgauss import DDGauss
 from fedblur.mechanisms.grid import round_within
 from fedblur.mechanisms.secure_sum import SecureSum, overflow_share
@@ -108,7 +107,7 @@ def test_modes__fast_and_exact_agree_in_distribution(kind, bits: int) -> None:
     shares, released = noise_of(exact, n, sigma)
     nothing, released_fast = noise_of(fast, n, sigma)
     assert int(nothing.abs().max()) == 0  # fast noise comes with the release
-    once = fast.part.draw(fast.grid(sigma).noise_steps, len(shares), Coins(Seeded.root(7), CPU))
+    once = torch.from_numpy(fast.part.draw(fast.grid(sigma).noise_steps, len(shares), Seeded.root(7).keystream()))
     assert stats.ks_2samp(shares.numpy(), fast.grid(sigma).wrap(once).numpy()).pvalue > 1e-3
     assert stats.ks_2samp(released.numpy(), released_fast.numpy()).pvalue > 1e-3
 

@@ -14,7 +14,7 @@ from fedblur.events import Gaussian, SelfComposed, Votes, from_json, to_json
 from fedblur.ledger import Budget, Ledger
 from fedblur.rng import Seeded, System
 from fedblur.voting.release import UNANSWERED, VoteNoise, plan_votes, release_labels
-from fedblur.voting.tally import Tally, bounded
+from fedblur.voting.tally import VOTE_STEP, Tally, bounded
 
 QUERIES = (1, 100, 500, 1000, 2000, 5000, 10000)
 PUBLISHED = {  # σ_v at δ = 1/N, to the digits that are printed
@@ -128,7 +128,7 @@ def test_votes__survive_json_and_nonsense_is_refused() -> None:
 
 def test_invariant__one_client_moves_a_query_by_at_most_1() -> None:
     good = torch.tensor([[1.0, 0, 0], [0.5, 0.25, 0.25], [0, 0, 0]])
-    assert torch.equal(bounded(good), good.double())
+    assert torch.equal(bounded(good), (good / VOTE_STEP).long())
     bad = torch.tensor([[1.0, 1, 0], [math.nan, 0, 0], [math.inf, 0, 0], [2, 0, 0], [1 + 1e-6, 0, 0]])
     assert float(bounded(bad).abs().max()) == 0
 
@@ -136,7 +136,7 @@ def test_invariant__one_client_moves_a_query_by_at_most_1() -> None:
 def test_tally__sums_votes_and_measures_on_held_out_samples_only() -> None:
     votes = torch.nn.functional.one_hot(torch.tensor([[0, 1, 2, 2], [0, 0, 2, 1]]), 3).double()
     tally = Tally.empty(2, 3, torch.device("cpu")).add(votes, torch.tensor([2, 1]))
-    assert tally.counts.tolist() == [[2, 0, 0], [1, 1, 0]]
+    assert (tally.counts * VOTE_STEP).tolist() == [[2, 0, 0], [1, 1, 0]]
     assert tally.accuracies.tolist() == [0.5, 1.0]
     assert tally.clients == 2
 
@@ -145,8 +145,8 @@ def test_tally__sums_votes_and_measures_on_held_out_samples_only() -> None:
 
 
 def counts_of(margin: float, samples: int, classes: int = 10) -> torch.Tensor:
-    counts = torch.zeros(samples, classes, dtype=torch.float64)
-    counts[torch.arange(samples), torch.arange(samples) % classes] = margin
+    counts = torch.zeros(samples, classes, dtype=torch.int64)
+    counts[torch.arange(samples), torch.arange(samples) % classes] = round(margin / VOTE_STEP)
     return counts
 
 
@@ -171,7 +171,7 @@ def test_labels__a_margin_of_four_deviations_is_safe() -> None:
 
 def test_confident_voting__answers_where_voters_agree_and_never_more_than_paid_for() -> None:
     counts = counts_of(300.0, 100)
-    counts[::2] /= 10  # every other sample is contested
+    counts[::2] //= 10  # every other sample is contested
     labels = release_labels(counts, Votes(40, 5.0, 100, 10.0), 150.0, Seeded.root(0))
     answered = torch.nonzero(labels != UNANSWERED).flatten()
     assert answered.tolist() == list(range(1, 80, 2))  # the first 40 of the 50 that pass

@@ -7,6 +7,7 @@ data, so `draw` begins before clients train, and the noise is there when their s
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +21,24 @@ from fedblur.events import Event
 from fedblur.rng import Rng
 
 Noise = Callable[[], Tensor]  # waits for noise that is being drawn
+
+
+class Once:
+    """Noise that can be had once, by the process that began it: in two releases it would cancel out.
+
+    a second call                        PrivacyError
+    a call in a process that forked      PrivacyError
+    """
+
+    def __init__(self, wait: Noise) -> None:
+        self._wait: Noise | None = wait
+        self._process = os.getpid()
+
+    def __call__(self) -> Tensor:
+        wait, self._wait = self._wait, None
+        if wait is None or os.getpid() != self._process:
+            raise PrivacyError("this noise belongs to one release of one process; draw again for another")
+        return wait()
 
 
 @dataclass(frozen=True)

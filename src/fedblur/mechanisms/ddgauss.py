@@ -16,14 +16,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from fedblur.events import DistributedDiscreteGaussian, Event
-from fedblur.mechanisms.coins import Coins
 from fedblur.mechanisms.discrete_gaussian import sample_discrete_gaussian
 from fedblur.mechanisms.grid import Grid
+from fedblur.mechanisms.rejection import Values
 from fedblur.mechanisms.secure_sum import DiscreteMechanism
 from fedblur.registry import register
+from fedblur.rng import Keystream
 
 
 @register("mechanism", "ddgauss")
@@ -34,5 +33,5 @@ class DDGauss(DiscreteMechanism):
     def grid_event(self, grid: Grid, dimension: int, shares: int) -> Event:
         return DistributedDiscreteGaussian(grid.noise_steps, grid.sensitivity, dimension, shares, self.bound)
 
-    def draw(self, std: float, count: int, coins: Coins) -> Tensor:
-        return sample_discrete_gaussian(std, count, coins)
+    def draw(self, std: float, count: int, source: Keystream, threads: int = 1) -> Values:
+        return sample_discrete_gaussian(std, count, source, threads)

@@ -1,41 +1,58 @@
-"""The discrete Gaussian: integers x with probability in proportion to exp(−x²/2τ²).
+"""The discrete Gaussian (Canonne, Kamath and Steinke 2020): integers x with probability in proportion to exp(−x²/2τ²).
 
-Canonne, Kamath and Steinke (2020), vectorised: a discrete Laplace proposal, accepted by one coin. Exact in
-the sense of `coins.py`; rounding a continuous Gaussian would give another law, with another (unknown) privacy loss.
+Drawn exactly (`lattice.py`). Rounding a continuous Gaussian gives another law, with another privacy loss: for that one,
+see `rounded_gaussian.py`.
 """
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
+from decimal import Context, Decimal, localcontext
+from fractions import Fraction
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-from fedblur.mechanisms.coins import Coins
+from fedblur.errors import PrivacyError
+from fedblur.mechanisms import lattice, rejection
+from fedblur.mechanisms.rejection import Values
+from fedblur.rng import Keystream
 
-_BATCH = 2**22  # proposals at once: bounds the memory
-
-
-def sample_discrete_gaussian(tau: float, count: int, coins: Coins) -> Tensor:
-    """`count` independent draws, int64. tau = 0 gives zeros."""
-    if tau == 0 or count == 0:
-        return coins.uniform(count).mul(0).long()
-    scale = math.floor(tau) + 1  # t
-    accepted: list[Tensor] = []
-    missing = count
-    while missing > 0:
-        proposal = _discrete_laplace(scale, min(_BATCH, math.ceil(2.5 * missing) + 32), coins)
-        excess = proposal.abs() - tau**2 / scale
-        accepted.append(proposal[coins.heads(excess**2 / (2 * tau**2))])
-        missing -= len(accepted[-1])
-    return torch.cat(accepted)[:count].long()
+LARGEST = 2.0**40  # τ
 
 
-def _discrete_laplace(scale: int, tries: int, coins: Coins) -> Tensor:
-    """Draws with probability in proportion to exp(−|y|/scale), float64; as many as `tries` proposals give."""
-    rest = coins.below(scale, tries)
-    rest = rest[coins.heads(rest / scale)]
-    size = rest + scale * coins.geometric(len(rest))
-    negative = coins.uniform(len(size)) < 0.5
-    kept = ~(negative & (size == 0))  # zero has one sign, or it would be drawn twice as often
-    return torch.where(negative, -size, size)[kept]
+@dataclass(frozen=True)
+class DiscreteGaussian(lattice.Law):
+    """With parameter τ > 0."""
+
+    tau: float
+
+    @property
+    def mode(self) -> int:
+        return 0
+
+    @property
+    def width(self) -> int:
+        return lattice.steps_to(32 * self.tau + 1)  # P(|x| ≥ 32τ) ≤ 2·exp(−512): x is sub-Gaussian
+
+    @property
+    def margin(self) -> float:
+        """Two roundings of 2^-53, of x/τ and its square, leave x²/2τ² ≤ 745 off by 2^-41.9; exp adds little."""
+        return rejection.MARGIN
+
+    def height(self, n: int, digits: int) -> Decimal:
+        square = Fraction(n) ** 2 / (2 * Fraction(self.tau) ** 2)
+        with localcontext(Context(prec=digits + 25)):  # of an exponent below 10^20, so that exp is good to 10^-digits
+            return (-(Decimal(square.numerator) / Decimal(square.denominator))).exp()
+
+    def heights(self, n: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.asarray(np.exp(-0.5 * (n / self.tau) ** 2))
+
+
+def sample_discrete_gaussian(tau: float, count: int, source: Keystream, threads: int = 1) -> Values:
+    """`count` independent draws. tau = 0 gives zeros."""
+    if not 0 <= tau <= LARGEST:
+        raise PrivacyError(f"noise of {tau:g} grid steps must be between 0 and 2^40 of them")
+    if tau == 0:
+        return np.zeros(count, dtype=np.int64)
+    return lattice.draw(DiscreteGaussian(tau), count, source, threads)

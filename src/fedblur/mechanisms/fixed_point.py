@@ -42,9 +42,9 @@ class FixedPoint:
         """
         if not 0 < release.clip_norm < math.inf:
             raise PrivacyError(f"clip_norm={release.clip_norm} must be above 0 and finite: it sets the grid")
-        exponent = math.floor(math.log2(release.clip_norm) - math.log2(release.dimension) / 2) - _FINE
+        exponent = _floor_log2(release.clip_norm / math.sqrt(release.dimension)) - _FINE
         if release.noise_std > 0:
-            noise = math.floor(math.log2(release.noise_std))
+            noise = _floor_log2(release.noise_std)
             exponent = max(min(exponent, noise - _SMALL), noise - _LARGE)
         step = math.ldexp(1.0, exponent)
         if release.clip_norm > _STEPS * step:
@@ -74,3 +74,8 @@ class FixedPoint:
     def values(self, whole: Tensor) -> Tensor:
         """What the whole numbers stand for, float32. Post-processing: use it on noisy sums only."""
         return (whole.double() * self.step).float()
+
+
+def _floor_log2(value: float) -> int:
+    """⌊log₂ value⌋ without a logarithm: the same on every machine, so all parties have one grid."""
+    return math.frexp(value)[1] - 1

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from fedblur import events
 from fedblur.clipping import Bounded
+from fedblur.errors import PrivacyError
 from fedblur.mechanisms import rounded_gaussian
-from fedblur.mechanisms.base import Conditions, Noise, Release, demand_bound
+from fedblur.mechanisms.base import Conditions, Noise, Once, Release, demand_bound
 from fedblur.mechanisms.fixed_point import FixedPoint
 from fedblur.registry import register
 from fedblur.rng import Rng
@@ -53,10 +54,10 @@ class Gaussian:
 
     def draw(self, release: Release, rng: Rng) -> Noise:
         if release.noise_std == 0:
-            return lambda: torch.zeros(release.dimension, dtype=torch.int64, device=release.device)
+            return Once(lambda: torch.zeros(release.dimension, dtype=torch.int64, device=release.device))
         scale = FixedPoint.of(release).scale(release.noise_std)
         coming = rounded_gaussian.begin(scale, release.dimension, rng.child("noise").keystream())
-        return lambda: coming().to(release.device)
+        return Once(lambda: coming().to(release.device))
 
     def accumulate(self, blocks: Iterable[Bounded], release: Release, rng: Rng) -> Tensor:
         """The exact sum, [d] int64; without a clip norm there is no privacy and no grid, and it is float64."""
@@ -73,8 +74,14 @@ class Gaussian:
         return total
 
     def release(self, total: Tensor, release: Release, noise: Tensor) -> Tensor:
-        if total.dtype != torch.int64:
+        """The noisy sum, [d] float32. Floats are released only where there is no clip norm, and so no claim."""
+        if math.isinf(release.clip_norm) and not release.noise_std:
             return total.float()
+        for name, part in (("sum", total), ("noise", noise)):
+            if part.dtype != torch.int64 or part.shape != (release.dimension,):
+                raise PrivacyError(
+                    f"the {name} must be {release.dimension} whole numbers, not {part.dtype} of shape {[*part.shape]}"
+                )
         return FixedPoint.of(release).values(total + noise)
 
 

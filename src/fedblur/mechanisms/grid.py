@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 import torch
@@ -91,20 +92,22 @@ def norm_bound(clip_steps: float, dimension: int, beta: float) -> float:
 def round_within(values: Tensor, bound: float, numbers: range, rng: Rng) -> Tensor:
     """Conditional stochastic rounding of each row: up or down at random, again until the norm is at most `bound`.
 
-    Formal guarantee: every row's exact l2 norm is at most `bound` (sums of squares below 2^53 are exact), whatever the
-    values and the coins, so these coins need no secrecy. Without the condition each coordinate would be unbiased; with
-    it the bias is at most of the order of β, and next to nothing where B is rarely exceeded. `numbers` are
-    the rows' clients in this round: their coins do not depend on how clients are divided into blocks and processes.
+    Formal guarantee: every row's exact l2 norm is at most `bound` (sums of squares below 2^53 are exact, and compared
+    with a whole number), whatever the values and the coins, so these coins need no secrecy. Without the condition each
+    coordinate would be unbiased; with it the bias is at most of the order of β, and next to nothing where B is rarely
+    exceeded. `numbers` are the rows' clients in this round: their coins do not depend on how clients are divided into
+    blocks and processes.
     """
     floor = torch.floor(values)
     fraction = values - floor
     rounded = torch.empty_like(values)
+    longest = float(math.floor(Fraction(bound) ** 2)) if bound < math.inf else math.inf
     rejected, attempt = torch.arange(len(values), device=values.device), 0
     while len(rejected):
         streams = [rng.child("rounding", numbers[row], attempt) for row in rejected.tolist()]
         coins = torch.stack([_public_uniform(stream, values.shape[1], values.device) for stream in streams])
         rounded[rejected] = floor[rejected] + (coins < fraction[rejected])
-        rejected = rejected[rounded[rejected].square().sum(1) > bound**2]
+        rejected = rejected[rounded[rejected].square().sum(1) > longest]
         attempt += 1
     return rounded
 

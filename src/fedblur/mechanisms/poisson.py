@@ -1,67 +1,125 @@
-"""Poisson and Skellam integers. A Skellam variable is the difference of two equal Poisson variables.
-
-Poisson variables are drawn by transformed rejection (Hörmann 1993, PTRS without its shortcuts) for a mean of 10
-or more, else by counting arrivals. Both follow the law exactly in real arithmetic; here probabilities are float64
-(`coins.py`), with the logarithm of the density good to 1e-11.
-"""
+"""Poisson and Skellam integers, drawn exactly (`lattice.py`). Skellam: the difference of two Poisson integers."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from decimal import Context, Decimal, localcontext
+from fractions import Fraction
+from functools import cache
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import gammaln
 
-from fedblur.mechanisms.coins import Coins
+from fedblur.errors import PrivacyError
+from fedblur.mechanisms import lattice
+from fedblur.mechanisms.rejection import Values
+from fedblur.rng import Keystream
 
-_BATCH = 2**22  # proposals at once: bounds the memory
-_STIRLING = 16.0  # from here on Stirling's series is exact in float64
-
-
-def sample_skellam(variance: float, count: int, coins: Coins) -> Tensor:
-    """`count` independent draws with mean 0, int64."""
-    return sample_poisson(variance / 2, count, coins) - sample_poisson(variance / 2, count, coins)
-
-
-def sample_poisson(mean: float, count: int, coins: Coins) -> Tensor:
-    """`count` independent draws, int64."""
-    return _by_arrivals(mean, count, coins) if mean < 10 else _by_rejection(mean, count, coins)
+LARGEST_MEAN = 2.0**48
+_STIRLING = 16.0  # from here on four terms of Stirling's series are good to 2^-46
 
 
-def _by_arrivals(mean: float, count: int, coins: Coins) -> Tensor:
-    """How many arrivals with exponential gaps fit into `mean`."""
-    left = torch.full_like(coins.uniform(count), mean)
-    total = torch.zeros_like(left)
-    alive = torch.arange(count, device=left.device)
-    while len(alive):
-        left[alive] += torch.log(coins.fine_uniform(len(alive)))
-        alive = alive[left[alive] > 0]
-        total[alive] += 1
-    return total.long()
+@dataclass(frozen=True)
+class Poisson(lattice.Law):
+    """With this mean > 0."""
+
+    mean: float  # μ
+
+    @property
+    def mode(self) -> int:
+        return math.floor(self.mean)
+
+    @property
+    def width(self) -> int:
+        """P(|n − μ| ≥ t) ≤ 2·exp(−t²/2(μ + t/3)), which is 2·exp(−512) at t = 512/3 + √((512/3)² + 1024μ)."""
+        third = 512 / 3
+        return lattice.steps_to(third + math.sqrt(third**2 + 1024 * self.mean) + 2)
+
+    @property
+    def margin(self) -> float:
+        """The exponent is off by |n − μ|·2^-51, and by less than 2^-30 for all else: for μ ≤ 2^48 below 2^-21."""
+        return 2.0**-20
+
+    def height(self, n: int, digits: int) -> Decimal:
+        if n < 0:
+            return Decimal(0)
+        precision = digits + 30  # numbers up to 2^48·log(2^48) < 10^16 are added
+        with localcontext(Context(prec=precision)):
+            log = (n - self.mode) * Decimal(self.mean).ln()
+            return (log - (_log_factorial(n, precision) - _log_factorial(self.mode, precision))).exp()
+
+    def heights(self, n: NDArray[np.float64]) -> NDArray[np.float64]:
+        log = self._log(np.maximum(n, 0.0)) - self._log(np.array([float(self.mode)]))
+        return np.where(n < 0, 0.0, np.exp(np.minimum(log, 0.0)))
+
+    def _log(self, k: NDArray[np.float64]) -> NDArray[np.float64]:
+        """log P(k), for large k without the difference of large numbers that lgamma would need."""
+        n = np.maximum(k, _STIRLING)
+        x = (self.mean - n) / n
+        series = 1 / (12 * n) - 1 / (360 * n**3) + 1 / (1260 * n**5) - 1 / (1680 * n**7)
+        near = n * (np.log1p(x) - x)
+        far = n * (math.log(self.mean) - np.log(n)) - (self.mean - n)
+        large = np.where(np.abs(x) < 0.5, near, far) - 0.5 * np.log(2 * math.pi * n) - series
+        small = np.minimum(k, _STIRLING)
+        exact = small * math.log(self.mean) - self.mean - gammaln(small + 1)
+        return np.asarray(np.where(k < _STIRLING, exact, large))
 
 
-def _by_rejection(mean: float, count: int, coins: Coins) -> Tensor:
-    b = 0.931 + 2.53 * math.sqrt(mean)
-    a = -0.059 + 0.02483 * b
-    inverse_alpha = 1.1239 + 1.1328 / (b - 3.4)
-    accepted: list[Tensor] = []
-    missing = count
-    while missing > 0:
-        tries = min(_BATCH, math.ceil(1.3 * missing) + 32)
-        u, v = coins.uniform(tries) - 0.5, coins.fine_uniform(tries)
-        edge = 0.5 - u.abs()
-        value = torch.floor((2 * a / edge + b) * u + mean + 0.43)
-        hat = v * inverse_alpha / (a / edge**2 + b)
-        accepted.append(value[(value >= 0) & (hat.log() <= _log_density(value.clamp(min=0), mean))])
-        missing -= len(accepted[-1])
-    return torch.cat(accepted)[:count].long()
+def _log_factorial(k: int, digits: int) -> Decimal:
+    """log k!, in the caller's context, to an absolute error below 10^(2 − digits) times its size.
+
+    Stirling's series at z ≥ digits with about digits/2 terms is off by less than the first term that is left out:
+    2K!/(2πz)^2K·z ≤ 17^-digits·z.
+    """
+    shift = max(0, digits - k)
+    z, terms = k + 1 + shift, digits // 2
+    total = (Decimal(z) - Decimal("0.5")) * Decimal(z).ln() - z + Decimal(_half_log_of_two_pi(digits))
+    square, power = z * z, z
+    for number, bernoulli in enumerate(_even_bernoulli(terms), 1):
+        total += Decimal(bernoulli.numerator) / (
+            Decimal(bernoulli.denominator) * (2 * number * (2 * number - 1)) * power
+        )
+        power *= square
+    return total - Decimal(math.prod(range(k + 1, z))).ln()
 
 
-def _log_density(k: Tensor, mean: float) -> Tensor:
-    """log of the Poisson probability; for large k without the difference of large numbers that lgamma would need."""
-    small = k * math.log(mean) - mean - torch.lgamma(k + 1)
-    n = k.clamp(min=_STIRLING)
-    x = (mean - n) / n
-    series = 1 / (12 * n) - 1 / (360 * n**3) + 1 / (1260 * n**5) - 1 / (1680 * n**7)
-    large = n * (torch.log1p(x) - x) - 0.5 * torch.log(2 * math.pi * n) - series
-    return torch.where(k < _STIRLING, small, large)
+@cache
+def _even_bernoulli(count: int) -> tuple[Fraction, ...]:
+    """B_2, B_4, … B_2count."""
+    numbers = [Fraction(1)]
+    for m in range(1, 2 * count + 1):
+        numbers.append(-sum((math.comb(m + 1, j) * numbers[j] for j in range(m)), Fraction(0)) / (m + 1))
+    return tuple(numbers[2::2])
+
+
+@cache
+def _half_log_of_two_pi(digits: int) -> str:
+    """½·log 2π; π by Machin's formula."""
+    with localcontext(Context(prec=digits + 10)):
+        pi = 16 * _arctan_of_inverse(5) - 4 * _arctan_of_inverse(239)
+        return str((2 * pi).ln() / 2)
+
+
+def _arctan_of_inverse(n: int) -> Decimal:
+    total, power, number = Decimal(0), Decimal(1) / n, 1
+    while total != total + power / number:
+        total += power / number if number % 4 == 1 else -power / number
+        power, number = power / (n * n), number + 2
+    return total
+
+
+def sample_skellam(variance: float, count: int, source: Keystream, threads: int = 1) -> Values:
+    """`count` independent draws with mean 0. variance = 0 gives zeros."""
+    both = sample_poisson(variance / 2, 2 * count, source, threads)
+    return both[:count] - both[count:]
+
+
+def sample_poisson(mean: float, count: int, source: Keystream, threads: int = 1) -> Values:
+    """`count` independent draws. mean = 0 gives zeros."""
+    if not 0 <= mean <= LARGEST_MEAN:
+        raise PrivacyError(f"Poisson noise of mean {mean:g} must be between 0 and 2^48")
+    if mean == 0:
+        return np.zeros(count, dtype=np.int64)
+    return lattice.draw(Poisson(mean), count, source, threads)

@@ -12,7 +12,7 @@ Rejection with 512 bins of width 1/16. Let h(x) = exp(−x²/2). One proposal ta
 
 In real arithmetic the accepted x has a density in proportion to h(x), whatever the W_i are. Floating point only sorts
 out the clear cases: each comparison is made with a margin far above its rounding error, and a proposal that falls
-inside the margin (about one in 2^39 for the acceptance, one in 2^18 for rounding at s = 2^30) is decided with rational
+inside the margin (about one in 2^39 for the acceptance, one in 2^17 for rounding at s = 2^30) is decided with rational
 numbers and as many more random bits as that takes. So the law is exact but for one thing: |x| < 32. What lies beyond
 has probability 2·Φ(−32) < 2^-743, which `accounting.py` pays for out of delta.
 """
@@ -21,33 +21,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from decimal import Decimal, localcontext
+from decimal import Context, Decimal, localcontext
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from fedblur.errors import PrivacyError
+from fedblur.mechanisms import rejection
+from fedblur.mechanisms.rejection import MARGIN, OPEN, ROUNDING, TOTAL, Values, Words, aliases
 from fedblur.rng import Keystream, Lane
 
 BINS, PER_UNIT = 512, 16  # |x| < 32
-TAIL = 2.0**-743  # at least what the truncation at 32 leaves out: 2·Φ(−32) = 1.1e-224
 LARGEST = 2.0**40  # s
-_TOTAL = 2**63  # Σ W_i
-_COLUMN = _TOTAL // BINS
+_COLUMN = TOTAL // BINS
 # Relative error of M·h(x)/W_i in float64: x has two roundings of 2^-53, so x²/2 ≤ 512 is off by at most 1.25·2^-42, and
 # exp of it by as large a share; exp itself adds 4 units in the last place, the products 3 roundings. Together below
-# 2^-41. Absolute error of r: 2^-53 of itself, and the 2^-64 that its bits leave open.
-MARGIN, OPEN = 2.0**-40, 2.0**-62
-ROUNDING = 2.0**-48  # relative error of s·x: below 2^-51; what word 1 leaves open is s·2^-68
-_LANE = 2**15  # coordinates drawn together: their arrays fit into a core's cache
-_AHEAD = 2**15  # coordinates from which a draw is worth a thread
-_THREADS = 4
+# 2^-41, half of MARGIN. Absolute error of r: 2^-53 of itself, and the 2^-64 that its bits leave open: OPEN is four
+# times that. Relative error of s·x: below 2^-51, an eighth of ROUNDING; what word 1 leaves open is s·2^-68.
+REST = 2.0**-60
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ class Table:
 
     top: int  # M
     weights: tuple[int, ...]  # W_i
-    cut: NDArray[np.uint64]  # [256] below: the column's own bin; from there on: its alias
+    cut: NDArray[np.uint64]  # [512] below: the column's own bin; from there on: its alias
     alias: NDArray[np.intp]
     scale: NDArray[np.float64]  # M/W_i
     sure: NDArray[np.float64]  # r below this is accepted wherever in the bin x lies
@@ -65,14 +60,13 @@ class Table:
 @cache
 def table() -> Table:
     """Make the bins, in whole numbers and decimals of 60 digits: once a process."""
-    with localcontext() as context:
-        context.prec = 60
+    with localcontext(Context(prec=60)):
         heights = [(-((Decimal(i) / PER_UNIT) ** 2) / 2).exp() for i in range(BINS + 1)]
-        top = int((_TOTAL - 2 * BINS) / sum(heights[:BINS]))
+        top = int((TOTAL - 2 * BINS) / sum(heights[:BINS]))
         weights = [int(top * height) + 1 for height in heights[:BINS]]  # above M·h(i/16), to the last digit
-        weights[0] += _TOTAL - sum(weights)
+        weights[0] += TOTAL - sum(weights)
         lowest = [float(top * heights[i + 1] / weights[i]) for i in range(BINS)]
-    cut, alias = _aliases(weights)
+    cut, alias = aliases(weights)
     return Table(
         top,
         tuple(weights),
@@ -83,23 +77,7 @@ def table() -> Table:
     )
 
 
-def _aliases(weights: list[int]) -> tuple[list[int], list[int]]:
-    """Divide the bins among columns of equal weight, at most two bins in each (Walker 1977, Vose 1991)."""
-    left, cut, alias = list(weights), [_COLUMN] * BINS, list(range(BINS))
-    small = [i for i in range(BINS) if left[i] < _COLUMN]
-    large = [i for i in range(BINS) if left[i] > _COLUMN]
-    while small:
-        light, heavy = small.pop(), large[-1]
-        cut[light], alias[light] = left[light], heavy
-        left[heavy] -= _COLUMN - left[light]
-        if left[heavy] <= _COLUMN:
-            large.pop()
-            if left[heavy] < _COLUMN:
-                small.append(heavy)
-    return cut, alias
-
-
-def draw(scale: float, count: int, source: Keystream, threads: int = 1) -> NDArray[np.int64]:
+def draw(scale: float, count: int, source: Keystream, threads: int = 1) -> Values:
     """Draw `count` independent values with s = `scale`. The result depends on the key alone, not on threads.
 
     scale = 0                            zeros
@@ -107,63 +85,45 @@ def draw(scale: float, count: int, source: Keystream, threads: int = 1) -> NDArr
     """
     if not 0 <= scale <= LARGEST:
         raise PrivacyError(f"noise of {scale:g} grid steps must be between 0 and 2^40 of them")
-    found = np.zeros(count, dtype=np.int64)
     if scale == 0:
-        return found
-    lanes = [(found[first : first + _LANE], first // _LANE) for first in range(0, count, _LANE)]
-    if threads == 1 or len(lanes) == 1:
-        for part, number in lanes:
-            _fill(part, scale, source.lane(number))
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(lambda lane: _fill(lane[0], scale, source.lane(lane[1])), lanes))
-    return found
+        return np.zeros(count, dtype=np.int64)
+    return rejection.draw(partial(_propose, scale=scale), count, source, threads)
 
 
 def begin(scale: float, count: int, source: Keystream) -> Callable[[], Tensor]:
     """Draw beside what the caller does next; call the result to wait for the noise, int64."""
-    if count < _AHEAD:
-        return lambda: torch.from_numpy(draw(scale, count, source))
-    pool = ThreadPoolExecutor(1, "noise")
-    coming: Future[NDArray[np.int64]] = pool.submit(draw, scale, count, source, min(_THREADS, -(-count // _LANE)))
-    pool.shutdown(wait=False)
-    return lambda: torch.from_numpy(coming.result())
+    return rejection.begin(lambda threads: draw(scale, count, source, threads), count)
 
 
-def _fill(found: NDArray[np.int64], scale: float, lane: Lane) -> None:
-    """Propose for every place, then again for those that were rejected, until none is left."""
-    places: NDArray[np.intp] | slice = slice(None)
-    count = len(found)
-    while count:
-        words = lane.words(3 * count).reshape(3, count)
-        values, accepted = _propose(words, scale, lane)
-        found[places] = values
-        rejected = np.flatnonzero(~accepted)
-        places = rejected if isinstance(places, slice) else places[rejected]
-        count = len(rejected)
-
-
-def _propose(words: NDArray[np.uint64], scale: float, lane: Lane) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def _propose(words: Words, lane: Lane, *, scale: float) -> tuple[Values, NDArray[np.bool_]]:
     """One proposal for each column of words: its value, and whether it is accepted."""
     bins = table()
     column = (words[0] >> np.uint64(55)).astype(np.intp)
     chosen = np.where((words[0] & np.uint64(_COLUMN - 1)) < bins.cut[column], column, bins.alias[column])
-    x = (chosen + words[1] * 2.0**-64) / PER_UNIT
-    r = words[2] * 2.0**-64
+    x, r = place(chosen, words[1]), words[2] * 2.0**-64
     accepted = r < bins.sure[chosen]
     rest = np.flatnonzero(~accepted)
-    height = np.exp(-0.5 * x[rest] ** 2) * bins.scale[chosen[rest]]
-    accepted[rest] = r[rest] < height * (1 - MARGIN) - OPEN
-    unclear = ~accepted[rest] & (r[rest] <= height * (1 + MARGIN) + OPEN)
+    limit = chance(x[rest], chosen[rest])
+    accepted[rest] = r[rest] < limit * (1 - MARGIN) - OPEN
+    unclear = ~accepted[rest] & (r[rest] <= limit * (1 + MARGIN) + OPEN)
     y = scale * x
     nearest = np.rint(y)
-    unclear_places = np.flatnonzero(np.abs(y - nearest) + ROUNDING * y + 2.0**-60 * scale >= 0.5)
+    between = np.flatnonzero(np.abs(y - nearest) + ROUNDING * y + REST * scale >= 0.5)
     values = nearest.astype(np.int64)
-    for place in np.union1d(rest[unclear], unclear_places):
-        exact = decide(int(chosen[place]), int(words[1, place]), int(words[2, place]), scale, lane)
-        values[place], accepted[place] = exact
+    for i in np.union1d(rest[unclear], between):
+        values[i], accepted[i] = decide(int(chosen[i]), int(words[1, i]), int(words[2, i]), scale, lane)
     np.negative(values, out=values, where=(words[0] & np.uint64(_COLUMN)) != 0)
     return values, accepted
+
+
+def place(chosen: NDArray[np.intp], u: Words) -> NDArray[np.float64]:
+    """x in float64: a relative error of 2^-52, and the 2^-68 that 64 bits leave open."""
+    return np.asarray((chosen + u * 2.0**-64) / PER_UNIT)
+
+
+def chance(x: NDArray[np.float64], chosen: NDArray[np.intp]) -> NDArray[np.float64]:
+    """M·h(x)/W_i in float64: a relative error of 2^-41."""
+    return np.asarray(np.exp(-0.5 * x**2) * table().scale[chosen])
 
 
 def decide(chosen: int, u: int, r: int, scale: float, lane: Lane) -> tuple[int, bool]:
@@ -183,9 +143,9 @@ def decide(chosen: int, u: int, r: int, scale: float, lane: Lane) -> tuple[int, 
 
 def _height(x: Fraction, bits: int, down: bool) -> Fraction:
     """Bound exp(−x²/2) from one side, to a relative 10^-digits. Decimal's exp is correctly rounded."""
-    with localcontext() as context:
-        context.prec = digits = 30 + bits // 3
+    digits = 30 + bits // 3
+    with localcontext(Context(prec=digits)):
         square = x * x / 2
         height = Fraction((-(Decimal(square.numerator) / Decimal(square.denominator))).exp())
-    # rounding x²/2 ≤ 512 moves the result by 512·10^-digits, rounding exp by one unit in the last place
+    # rounding x²/2 ≤ 512 moves the result by a share of 512·5·10^-digits at most, rounding exp by 5·10^-digits
     return height * (1 + (-1 if down else 1) * Fraction(10) ** (4 - digits))

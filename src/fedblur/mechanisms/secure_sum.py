@@ -21,11 +21,12 @@ from torch import Tensor
 from fedblur.clipping import Bounded
 from fedblur.errors import ConfigError, PrivacyError, RoundAborted
 from fedblur.events import Event
-from fedblur.mechanisms.base import Conditions, Noise, Release, demand_bound
-from fedblur.mechanisms.coins import Coins
+from fedblur.mechanisms import rejection
+from fedblur.mechanisms.base import Conditions, Noise, Once, Release, demand_bound
 from fedblur.mechanisms.grid import Grid, fit_grid, noise_room, round_within
 from fedblur.mechanisms.hadamard import Rotation
-from fedblur.rng import Rng
+from fedblur.mechanisms.rejection import Values
+from fedblur.rng import Keystream, Rng
 
 _TOLD = (
     "min_cohort lets the noise tell how many clients came, so sampling amplifies nothing: sample_rate=1 would cost the "
@@ -90,8 +91,8 @@ class DiscreteMechanism(ABC):
         """What a release costs whose noise is the sum of up to `shares` draws."""
 
     @abstractmethod
-    def draw(self, std: float, count: int, coins: Coins) -> Tensor:
-        """Noise of this standard deviation, int64."""
+    def draw(self, std: float, count: int, source: Keystream, threads: int = 1) -> Values:
+        """Noise of this standard deviation."""
 
 
 @dataclass(frozen=True)
@@ -199,9 +200,10 @@ class SecureSum:
         """Of the whole noise, in whole numbers; none where clients add it in shares and at least one came."""
         grid, padded = self._grid_of(release), self.rotation.padded
         if self.part.mode == "exact" and release.cohort:  # an empty cohort is noisy too
-            return lambda: torch.zeros(padded, dtype=torch.int64, device=release.device)
-        coins = Coins(rng.child("noise"), release.device)
-        return lambda: self.part.draw(grid.noise_steps, padded, coins)
+            return Once(lambda: torch.zeros(padded, dtype=torch.int64, device=release.device))
+        source = rng.child("noise").keystream()
+        coming = rejection.begin(lambda threads: self.part.draw(grid.noise_steps, padded, source, threads), padded)
+        return Once(lambda: coming().to(release.device))
 
     def release(self, total: Tensor, release: Release, noise: Tensor) -> Tensor:
         """The noisy sum, [d] float32."""
@@ -212,12 +214,13 @@ class SecureSum:
 
     def _shares(self, numbers: range, grid: Grid, release: Release, rng: Rng) -> Tensor:
         std = self._share_std(grid, release.cohort)
-        streams = [Coins(rng.child("share", number), release.device) for number in numbers]
-        return torch.stack([self.part.draw(std, self.rotation.padded, coins) for coins in streams])
+        sources = [rng.child("share", number).keystream() for number in numbers]
+        shares = [torch.from_numpy(self.part.draw(std, self.rotation.padded, source)) for source in sources]
+        return torch.stack(shares).to(release.device)
 
     def _share_std(self, grid: Grid, cohort: float) -> float:
-        """Of one client's share, in steps."""
-        return grid.noise_steps / math.sqrt(self.part.min_cohort or cohort)
+        """Of one client's share, in steps; rounded up, so that as many shares have at least the promised variance."""
+        return grid.noise_steps / math.sqrt(self.part.min_cohort or cohort) * (1 + 2.0**-50)
 
     def _grid_of(self, release: Release) -> Grid:
         if release.dimension != self.conditions.dimension:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from fedblur.events import Event
 from fedblur.events import Skellam as SkellamEvent
-from fedblur.mechanisms.coins import Coins
 from fedblur.mechanisms.grid import Grid
 from fedblur.mechanisms.poisson import sample_skellam
+from fedblur.mechanisms.rejection import Values
 from fedblur.mechanisms.secure_sum import DiscreteMechanism
 from fedblur.registry import register
+from fedblur.rng import Keystream
 
 
 @register("mechanism", "skellam")
@@ -27,5 +26,6 @@ class Skellam(DiscreteMechanism):
     def grid_event(self, grid: Grid, dimension: int, shares: int) -> Event:
         return SkellamEvent(grid.noise_steps, grid.sensitivity, dimension, self.bound)
 
-    def draw(self, std: float, count: int, coins: Coins) -> Tensor:
-        return sample_skellam(std**2, count, coins)
+    def draw(self, std: float, count: int, source: Keystream, threads: int = 1) -> Values:
+        # std² was rounded, by 2^-53
+        return sample_skellam(std**2 * (1 + 2.0**-50), count, source, threads)

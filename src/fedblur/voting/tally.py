@@ -41,8 +41,8 @@ class Tally:
 def bounded(votes: Tensor) -> Tensor:
     """The votes [..., classes] as whole numbers of VOTE_STEP; those that are not finite or longer than 1 become zero.
 
-    The squares of whole numbers up to 2^20 and their sums are below 2^53 for less than 2^13 classes, and so exact; more
-    classes only make the float64 sum of squares of a longer vote inexact by far less than one unit.
+    Sums of squares are exact in float64 up to 2^53 and compared with 2^40: a longer vote is never taken for a shorter
+    one, however many classes there are.
     """
     allowed = torch.isfinite(votes).all(-1, keepdim=True) & (votes.abs() <= 1).all(-1, keepdim=True)
     whole = (torch.where(allowed, votes, 0.0).double() / VOTE_STEP).trunc()
