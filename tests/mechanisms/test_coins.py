@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from fedblur.mechanisms.coins import Coins
 from numpy.typing import NDArray
 
-from fedblur.mechanisms.coins import Coins
 from tests.worlds import CPU
 
 
