@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fedblur.client import ClientJob
+import fedblur
+from fedblur.client import ClientJob, _score_gradient
 from fedblur.config import LocalTraining
 from fedblur.data.population import Packed
 from fedblur.engines import Engine, LocalEngine, WorkerEngine, local
+from fedblur.engines.choice import choose_engine
 from fedblur.engines.isolation import clients_interfere
+from fedblur.errors import PrivacyError
 from fedblur.models.char_mlp import CharMlp
 from fedblur.models.gn_cnn import GnCnn
 from fedblur.models.gn_resnet import GnResNet
 from fedblur.rng import Seeded
+from fedblur.setup import Machine
 from tests.engines.neighbours import ENGINES, METHODS, count_violations, dense, logistic, messages, same_bits
 from tests.worlds import CPU, SmallCnn, job_for, packed
 
@@ -180,3 +191,89 @@ def test_check__finds_a_width_that_follows_the_largest_client(monkeypatch: pytes
     monkeypatch.setattr(local, "train_block", narrow)
     torch.manual_seed(0)
     assert checked(dense()) or checked(SmallCnn())
+
+
+class Touching(nn.Module):
+    """A model whose custom kernel looks at the whole block, as a library's might."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Whole.apply(self.head(x.flatten(1)))
+
+
+class _Whole(torch.autograd.Function):
+    """The identity, but for a trace of everything that is computed at once."""
+
+    @staticmethod
+    def forward(values: Tensor) -> Tensor:
+        return values + 1e-6 * values.sum()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> Tensor:
+        return slope
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, values: Tensor) -> Any:
+        return _Whole.apply(values), in_dims[0]
+
+
+def test_run__a_model_that_lets_clients_touch_each_other_runs_one_by_one(tmp_path: Path) -> None:
+    config = fedblur.Config(dataset="digits", rounds=1, noise_multiplier=1.0, delta=1e-3)
+    heard: list[str] = []
+    monkeyed = Machine(engine="auto", device="cpu")
+    run = fedblur.train(config, out=tmp_path / "auto", module=Touching(), machine=monkeyed, tell=heard.append)
+    assert "vectorised lets clients of this model change each other's last bits" in run.summary["machine"]
+    with pytest.raises(PrivacyError, match="use --engine sequential"):
+        fedblur.train(config, out=tmp_path / "named", module=Touching(), machine=Machine(engine="vectorised"))
+    seeded = replace(config, seed=0)
+    fedblur.train(seeded, out=tmp_path / "seeded", module=Touching(), machine=Machine(engine="vectorised"))
+
+
+def test_score__padding_beyond_a_clients_samples_is_left_out() -> None:
+    """A score that is not zero on padding, as no part should be, is added only where a client has samples."""
+    job = job_for(logistic(), METHODS[1])
+    delta = {name: torch.zeros(2, *tensor.shape) for name, tensor in job.start.items()}
+    steps = SimpleNamespace(score=lambda start, delta, batch: {name: torch.ones_like(t) for name, t in delta.items()})
+    shard = packed([1, 3])
+    chunks = torch.tensor([[[0], [-1], [-1]], [[1], [2], [3]]])
+    total, count = _score_gradient(job, steps, delta, shard, chunks)
+    assert [float(tensor[0].max()) for tensor in total.values()] == [1.0] * len(total)
+    assert [float(tensor[1].max()) for tensor in total.values()] == [3.0] * len(total)
+    assert count.tolist() == [1, 3]
+
+
+def test_choice__blocks_on_a_cpu_have_no_rest() -> None:
+    engine = choose_engine(packed([4] * 50), dense(), 600, CPU, "vectorised", cohort=37.0, spread=3.0)
+    assert engine.block_size % 32 == 0
+
+
+def test_engine__a_block_is_trained_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    train = local.train_block
+
+    def seen(*given: Any) -> Any:
+        threads.append(torch.get_num_threads())
+        return train(*given)
+
+    monkeypatch.setattr(local, "train_block", seen)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        list(LocalEngine(packed([4]), CPU, True, 32).map_clients(job_for(dense()), torch.arange(1), Seeded.root(0)))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert threads == [1]
+
+
+def test_import__makes_products_reproducible() -> None:
+    code = "import os; os.environ.pop('MKL_CBWR', None); import fedblur; print(os.environ['MKL_CBWR'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "AUTO"
