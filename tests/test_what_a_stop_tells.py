@@ -17,7 +17,7 @@ from fedblur.config import from_dict
 from fedblur.errors import ConfigError, DivergedError
 from fedblur.report.dashboard import make_report, render
 from fedblur.report.records import find_records
-from fedblur.report.statement import rounded_up
+from fedblur.report.rounding import rounded_up
 from fedblur.runfolder import RunFolder
 from fedblur.summary import NOISELESS
 from fedblur.trials import _complete

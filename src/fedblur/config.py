@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from fedblur import earlier
 from fedblur.errors import ConfigError, RunError, nearest
 from fedblur.registry import check_types, convert_part, from_table, is_a, part, to_table
 
@@ -183,7 +184,7 @@ def from_dict(table: Mapping[str, Any]) -> Config:
     """A configuration from plain values, as TOML and JSON give them."""
     from fedblur.recipe import with_recipe  # which needs plans, and they this file's parts
 
-    config = from_table(Config, with_recipe(_with_reference(_without_placement(table))))
+    config = from_table(Config, with_recipe(_with_reference(earlier.read(table))))
     assert isinstance(config, Config)
     return config
 
@@ -207,19 +208,6 @@ def _with_reference(table: Mapping[str, Any]) -> dict[str, Any]:
     return {**table, **REFERENCES[name], "method": []}
 
 
-def _without_placement(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Files of version 0.1 say where Gaussian noise was added. Only the server adds it now."""
-    mechanism = table.get("mechanism")
-    if not isinstance(mechanism, Mapping) or "placement" not in mechanism:
-        return dict(table)
-    if mechanism["placement"] != "server":
-        raise ConfigError(
-            f"mechanism.placement={mechanism['placement']!r}: shares of rounded Gaussian noise do not add up to it; "
-            'use mechanism = { name = "ddgauss", mode = "exact" }, or drop placement'
-        )
-    return {**table, "mechanism": {key: value for key, value in mechanism.items() if key != "placement"}}
-
-
 def to_dict(config: Config) -> dict[str, Any]:
     """The resolved configuration as plain values: every key, every part's settings."""
     return to_table(config)
@@ -238,17 +226,9 @@ def canonical(value: Any) -> str:
     return json.dumps(plain(value), sort_keys=True)
 
 
-# Keys that came after results were first kept: at these values they leave the hash of a configuration as it was.
-_LATER: dict[str, Any] = {"denoise": None, "test_views": 1}
-_GAUSSIAN = {"name": "gaussian", "placement": "server"}  # as version 0.1 wrote it, when results were first kept
-
-
 def config_hash(config: Config) -> str:
     """Twelve hex digits that change when anything that decides the result changes."""
-    table = {key: value for key, value in to_dict(config).items() if key not in _LATER or value != _LATER[key]}
-    if table["mechanism"] == {"name": "gaussian"}:
-        table["mechanism"] = _GAUSSIAN
-    return hashlib.sha256(canonical(table).encode()).hexdigest()[:12]
+    return hashlib.sha256(canonical(earlier.hashed(to_dict(config))).encode()).hexdigest()[:12]
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 from fedblur import accounting
 from fedblur.accounting import ZERO_OUT, zcdp
 from fedblur.events import Composed, DistributedDiscreteGaussian, Gaussian, PoissonSampled, SelfComposed
-from fedblur.report.statement import rounded_up
+from fedblur.report.rounding import in_short, rounded_up
 from fedblur.report.statement_words import delta_against, meaning, not_protected
 from tests.cli import invoke
 
@@ -139,12 +139,13 @@ def test_zcdp__adds_up_without_sampling_and_is_refused_with_it() -> None:
     assert zcdp(None) == 0
 
 
-@pytest.mark.parametrize("epsilon", [0.0001, 0.9994, 1.0001, 1.00049, 2.2501, 7.9999])
+@pytest.mark.parametrize("epsilon", [0.0001, 0.9994, 1.0001, 1.00049, 2.2501, 7.9999, 2.0000000001])
 def test_statement__epsilon_is_rounded_up_never_to_nearest(epsilon: float) -> None:
     """A reader is promised what is printed: 1.0001 is 1.001 in a statement."""
     printed = rounded_up(epsilon)
     assert 0 <= float(printed) - epsilon < 0.001
     assert f"with ε = {printed} and" in meaning(epsilon, 1e-5, False, "add or remove one client")
+    assert (in_short(2.004), in_short(1.9951), in_short(2.00001, 4)) == ("2.01", "2", "2.001")
     assert (rounded_up(2.0), rounded_up(None), rounded_up(float("inf"))) == ("2.000", "no bound", "∞")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +16,7 @@ from fedblur.commands.guard import FOUND
 from fedblur.commands.run import Json, Plugin
 from fedblur.commands.terminal import print_json
 from fedblur.config import canonical
+from fedblur.report.rounding import in_short
 from fedblur.verification import ACCOUNTANTS, Books, compose, read_books, unprotected, verify
 
 _SECRECY = {
@@ -127,4 +127,4 @@ def _spent(book: Books) -> str:
 
 
 def _epsilon(value: float | None) -> str:
-    return "no bound" if value is None else "∞" if math.isinf(value) else f"{value:.4g}"
+    return in_short(value, 4)

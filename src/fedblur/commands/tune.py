@@ -15,6 +15,7 @@ from fedblur.config import Config, apply_overrides
 from fedblur.errors import ConfigError
 from fedblur.experiments import read_spec
 from fedblur.report.progress import RunProgress
+from fedblur.report.rounding import in_short
 from fedblur.report.text import print_summary
 from fedblur.selection import TrialCount
 from fedblur.trials import NOTHING, Tuned, load_data, run_search, tune_on_proxy
@@ -129,8 +130,8 @@ def _explain(search: Search, clients: int) -> None:
     """What the search will cost, before it starts."""
     lines = [
         f"{len(search.candidates)} configurations, {search.count.mean:g} trials expected, eta = {search.count.shape:g}",
-        f"ε = {search.epsilon:.3g} at δ = {search.delta:.3g} for the whole search (RDP); "
-        f"one trial alone {search.trial_epsilon:.3g}",
+        f"ε = {in_short(search.epsilon)} at δ = {search.delta:.3g} for the whole search (RDP); "
+        f"one trial alone {in_short(search.trial_epsilon)}",
     ]
     if search.score_noise:
         noise = 50 * search.score_noise / clients
@@ -145,7 +146,7 @@ def _show(tuned: Tuned, as_json: bool) -> None:
     if as_json:
         print_json({"run": str(tuned.path), **tuned.summary})
     elif tuned.summary["status"] == NOTHING:
-        typer.echo(f"{NOTHING}; the search still cost epsilon = {tuned.summary['privacy']['epsilon']:.3g}")
+        typer.echo(f"{NOTHING}; the search still cost epsilon = {in_short(tuned.summary['privacy']['epsilon'])}")
     else:
         print_summary(tuned, Console())
 

@@ -25,8 +25,9 @@ from fedblur.report.figure import Figure, percent
 from fedblur.report.group_charts import group_figures
 from fedblur.report.page import Page
 from fedblur.report.records import Group, Record, flatten, grouped
+from fedblur.report.rounding import rounded_up
 from fedblur.report.run_charts import run_figures
-from fedblur.report.statement import page_of, read_statement, rounded_up, words_of_total
+from fedblur.report.statement import page_of, read_statement, words_of_total
 from fedblur.summary import SEEDED
 from fedblur.verification import read_books
 

@@ -7,7 +7,6 @@ who has never seen the project. Everything in it is recomputed from the ledger o
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,6 +18,7 @@ from fedblur.checkpoint import write_atomically
 from fedblur.config import canonical, config_hash, from_dict
 from fedblur.errors import RunError
 from fedblur.report.page import Page, Section, html, markdown
+from fedblur.report.rounding import rounded_up
 from fedblur.report.statement_how import how
 from fedblur.report.statement_words import QUESTIONS, assumed, counted, delta_against, meaning, not_protected
 from fedblur.runfolder import RunFolder
@@ -295,10 +295,3 @@ def words_of_total(books: list[Books], digits: int = 3) -> str:
     delta, total = compose(books)
     known = [f"{name.upper()} {rounded_up(value)}" for name, value in total.items() if value is not None]
     return f"ε = {', '.join(known)} at δ = {delta:.{digits}g}" if known else ""
-
-
-def rounded_up(value: float | None) -> str:
-    """An ε as text, never smaller than it is."""
-    if value is None:
-        return "no bound"
-    return f"{math.ceil(1000 * value - 1e-6) / 1000:.3f}" if math.isfinite(value) else "∞"

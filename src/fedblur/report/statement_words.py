@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from fedblur.report.rounding import rounded_up
+
 _FAILS = "FAILS FOR THIS RUN: its noise and its cohorts follow from a seed."
 _ASSUMED = (
     ("Each person is one client. Someone with k clients has k·ε, and δ times (e^(kε) − 1)/(e^ε − 1).", False),
@@ -67,12 +69,11 @@ def meaning(epsilon: float | None, delta: float, seeded: bool, adjacency: str) -
     if epsilon is None or math.isinf(epsilon):
         return "No noise bounds what its releases tell about a client: nothing is claimed."
     sure = 100 / (1 + math.exp(-epsilon))
-    limit = math.ceil(1000 * epsilon - 1e-6) / 1000
     one, other, wanted = next(words for start, words in _NEIGHBOURS.items() if adjacency.startswith(start))
     bound = (
-        f"(ε, δ)-differential privacy with ε = {limit:.3f} and δ = {delta:.4g}: for any event E about everything that "
-        f"the run released, P[E {one}] ≤ e^ε · P[E {other}] + δ, and the other way round. Someone for whom {wanted} "
-        f"was an even bet may become {sure:.0f} % sure of it, not more, apart from δ."
+        f"(ε, δ)-differential privacy with ε = {rounded_up(epsilon)} and δ = {delta:.4g}: for any event E about "
+        f"everything that the run released, P[E {one}] ≤ e^ε · P[E {other}] + δ, and the other way round. Someone for "
+        f"whom {wanted} was an even bet may become {sure:.0f} % sure of it, not more, apart from δ."
     )
     return f"With secret noise and cohorts it would have had {bound}" if seeded else f"It has {bound}"
 

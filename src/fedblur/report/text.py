@@ -9,6 +9,8 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.table import Table
 
+from fedblur.report.rounding import in_short
+
 
 class Finished(Protocol):
     """A run, or the winner of a search."""
@@ -29,8 +31,8 @@ def print_summary(run: Finished, console: Console) -> None:
         "status": summary["status"],
         "accuracy": f"{100 * summary['accuracy']:.2f} % ({summary['evaluated_on']} data, final round), "
         f"loss {summary['loss']:.3f}",
-        "privacy": f"ε = {privacy['epsilon']:.3g} at δ = {privacy['delta']:.3g} ({privacy['accountant'].upper()}), "
-        f"{privacy['adjacency']}",
+        "privacy": f"ε = {in_short(privacy['epsilon'])} at δ = {privacy['delta']:.3g} "
+        f"({privacy['accountant'].upper()}), {privacy['adjacency']}",
         "noise": _noise(privacy),
         "sampling": privacy["sampling"],
         "trust": privacy["trust_model"],
