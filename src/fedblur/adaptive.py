@@ -69,10 +69,14 @@ class Adaptive:
         """C_t of the round that this state is about to do."""
         return float(state.buffers[_BUFFER]) if _BUFFER in state.buffers else start
 
+    def largest(self, start: float) -> float:
+        """The largest C_t that it can come to."""
+        return start * _REACH
+
     def update(self, state: ServerState, bits: float, expected_cohort: float, start: float) -> ServerState:
         """The state with C_{t+1}, from the noisy Σ (b − ½) over the constant pN."""
         share = bits / expected_cohort + 0.5  # b̃
         moved = self.clip_norm(state, start) * math.exp(min(-self.rate * (share - self.quantile), _FAR))
-        bounded = min(max(moved, start / _REACH), start * _REACH)
+        bounded = min(max(moved, start / _REACH), self.largest(start))
         tensor = torch.tensor(bounded, dtype=torch.float64, device=state.theta.device)
         return replace(state, buffers={**state.buffers, _BUFFER: tensor})

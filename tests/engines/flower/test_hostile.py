@@ -140,7 +140,10 @@ def refusals() -> Iterator[list[str]]:
 def summed(replies: dict[int, Any]) -> tuple[torch.Tensor, Exchange]:
     """What the server adds up of these replies: the path of `CentralNodes.map_clients`."""
     exchange = Exchange(Post(replies), 0.02)
-    question = ({"clip_norm": 1.0, "bit_weight": 0.0, "client": 0}, {"start": bytes(4 * WIDTH)})
+    question = (
+        {"clip_norm": 1.0, "bit_weight": 0.0, "noise_multiplier": 1.0, "client": 0},
+        {"start": bytes(4 * WIDTH)},
+    )
     total = torch.zeros(WIDTH, dtype=torch.float64)
     for _, said in exchange.ask("update", ROUND, dict.fromkeys(replies, question), 4 * WIDTH):
         row = torch.from_numpy(np.frombuffer(said["array"], dtype="<f4").copy())[None]
@@ -200,7 +203,7 @@ def test_reply__a_duplicate_is_never_looked_at() -> None:
     pull = post.pull_messages
     post.pull_messages = lambda ids: (pulls.extend(ids), pull(ids))[1]
     exchange = Exchange(post, 0.3)
-    question = ({"clip_norm": 1.0, "bit_weight": 0.0, "client": 0}, {"start": b""})
+    question = ({"clip_norm": 1.0, "bit_weight": 0.0, "noise_multiplier": 1.0, "client": 0}, {"start": b""})
     assert len(list(exchange.ask("update", ROUND, {1: question, 2: question}, 4 * WIDTH))) == 1
     assert pulls.count("1") == 1
     assert pulls.count("2") > 1

@@ -29,7 +29,7 @@ from fedblur.engines.flower import wire
 from fedblur.engines.flower.exchange import Exchange
 
 RUN = 7
-UPDATE = ({"clip_norm": 1.0, "bit_weight": 0.0, "client": 0}, {"start": bytes(8)})
+UPDATE = ({"clip_norm": 1.0, "bit_weight": 0.0, "noise_multiplier": 1.0, "client": 0}, {"start": bytes(8)})
 LENGTH = len("update 1")
 
 

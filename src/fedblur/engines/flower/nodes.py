@@ -79,9 +79,12 @@ class Nodes:
         return {"adjacency": _ZERO_OUT}
 
     def question(self, job: ClientJob, client: int) -> Question:
-        """What a node is told to train."""
-        message = job.message
-        values = {"clip_norm": job.clip_norm, "bit_weight": message.bit_weight, "client": client}
+        """What a node is told to train, and with how much noise the sum will be released."""
+        assert self.task is not None
+        message, noise = job.message, self.task.release.noise_multiplier
+        values = {
+            "clip_norm": job.clip_norm, "bit_weight": message.bit_weight, "noise_multiplier": noise, "client": client,
+        }  # fmt: skip
         arrays = {"start": job.layout.flatten(job.start).cpu().numpy().astype("<f4").tobytes()}
         if message.support is not None:
             arrays["support"] = message.support.cpu().numpy().astype("<i8").tobytes()
@@ -180,7 +183,7 @@ class SecureNodes(Nodes):
             arrays: Mapping[str, bytes] = {}
             if kind == "masked":
                 more, arrays = self.question(task.job, clients[number])
-                values = {**values, **more, "noise_multiplier": task.release.noise_multiplier}
+                values = {**values, **more}
             questions[self.roster.nodes[clients[number]]] = (values, arrays)
         numbers = {self.roster.nodes[client]: number for number, client in clients.items()}
         length = width * -(-self.part.bits // 8)

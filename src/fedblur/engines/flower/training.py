@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,10 @@ from fedblur.mechanisms.base import Release
 from fedblur.mechanisms.secure_sum import SecureSum
 from fedblur.models import make_model
 from fedblur.rng import make_rng
+from fedblur.setup import plan_for
 
 _CPU = torch.device("cpu")
+_ROUNDING = 1e-9  # of an epsilon, between this processor's arithmetic and the server's
 
 
 def update(
@@ -69,8 +72,9 @@ def _trained(
 ) -> tuple[Config, ClientJob, Bounded]:
     config = from_dict(read_toml(deployment.config))
     _demand_told(config, round_, told)
-    population = own_population(deployment, node)
     job = _job(deployment, config, told, arrays)
+    _demand_noise(config, told["noise_multiplier"], job.layout.total)
+    population = own_population(deployment, node)
     shard = population.fetch(torch.tensor([0]))
     name = torch.tensor([told["client"]])  # names this client's random streams in a seeded run
     rng = make_rng(config.seed).child("round", round_)
@@ -80,15 +84,33 @@ def _trained(
 
 def _demand_told(config: Config, round_: int, told: Mapping[str, Any]) -> None:
     """What a question says must agree with this node's own configuration, wherever that says it too."""
-    sigma = told.get("noise_multiplier", config.noise_multiplier)
+    sigma, clip_norm = told["noise_multiplier"], told["clip_norm"]
     if round_ > config.rounds:
         raise Refused(f"round {round_} is beyond the {config.rounds} that were planned")
-    if config.clipping is None and (told["clip_norm"], told["bit_weight"]) != (config.clip_norm, 0.0):
-        raise Refused(f"clip_norm={told['clip_norm']} is not the configuration's {config.clip_norm}")
+    if config.clipping is None and (clip_norm, told["bit_weight"]) != (config.clip_norm, 0.0):
+        raise Refused(f"clip_norm={clip_norm} is not the configuration's {config.clip_norm}")
+    if config.clipping is not None and not 0 < clip_norm <= config.clipping.largest(config.clip_norm):
+        raise Refused(
+            f"clip_norm={clip_norm} is beyond {config.clipping.largest(config.clip_norm)}, as far as it adapts"
+        )
     if config.noise_multiplier is not None and sigma != config.noise_multiplier:
         raise Refused(f"noise_multiplier={sigma} is not the configuration's {config.noise_multiplier}")
-    if sigma is not None and not sigma > 0 and config.epsilon is not None and not math.isinf(config.epsilon):
+
+
+def _demand_noise(config: Config, sigma: float, parameters: int) -> None:
+    """Where the configuration gives an epsilon, this node recomputes what the planned rounds cost with this noise."""
+    if config.epsilon is None or math.isinf(config.epsilon):
+        return
+    if not 0 < sigma < math.inf:
         raise Refused(f"noise_multiplier={sigma} cannot give epsilon={config.epsilon}")
+    assert config.clients is not None
+    told = plan_for(replace(config, epsilon=None, noise_multiplier=sigma), config.clients, parameters)
+    if not told.epsilon_target <= config.epsilon * (1 + _ROUNDING):
+        least = plan_for(config, config.clients, parameters).noise_multiplier
+        raise Refused(
+            f"noise_multiplier={sigma} is below {least:.6g}, which epsilon={config.epsilon} needs for the "
+            f"{config.rounds} planned rounds"
+        )
 
 
 def own_population(deployment: Deployment, node: Mapping[str, Any]) -> Packed:

@@ -32,14 +32,12 @@ class Kind:
     optional: tuple[str, ...] = ()  # arrays that may be absent
 
 
-_JOB = {"clip_norm": float, "bit_weight": float, "client": int}
+_JOB = {"clip_norm": float, "bit_weight": float, "noise_multiplier": float, "client": int}
 QUESTIONS = {
     "update": Kind(_JOB, ("start",), ("support",)),
     "keys": Kind({}),
     "shares": Kind({"number": int, "members": (int,), "mask_publics": (bytes,), "seal_publics": (bytes,)}),
-    "masked": Kind(
-        {**_JOB, "noise_multiplier": float, "dealers": (int,), "sealed": (bytes,)}, ("start",), ("support",)
-    ),
+    "masked": Kind({**_JOB, "dealers": (int,), "sealed": (bytes,)}, ("start",), ("support",)),
     "unmask": Kind({"alive": (int,), "dropped": (int,)}),
 }
 REPLIES = {
