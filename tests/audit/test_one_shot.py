@@ -14,6 +14,7 @@ from fedblur.bounding import Message
 from fedblur.config import from_dict
 from fedblur.engines import LocalEngine
 from fedblur.errors import ConfigError
+from fedblur.mechanisms.gaussian import Gaussian
 from fedblur.rng import Seeded
 from tests.test_clipping import exact_norm
 from tests.worlds import CPU, SmallCnn, job_for, packed
@@ -94,6 +95,10 @@ def test_audit__runs_on_whatever_is_registered(tmp_path: Path, changes: dict[str
     assert {attack.name for attack in found.attacks} == {"final model", "all iterates"}
     assert all(np.isfinite(attack.seen).all() for attack in found.attacks)
     assert found.verdict in ("below", "undecided", "ABOVE")
+    checks = {check.name: check for check in found.checks}
+    assert checks["messages fit the noise"].p_value == 1
+    assert not any(check.broken for check in found.checks), found.checks
+    assert ("variance of the noise" in checks) == ("mechanism" not in changes)
 
 
 def test_audit__spends_epsilon_in_a_ledger_of_its_own(tmp_path: Path) -> None:
@@ -115,3 +120,23 @@ def test_audit__refuses_what_it_cannot_attack(tmp_path: Path, changes: dict[str,
         audit(from_dict(table), tmp_path)
     with pytest.raises(ConfigError, match="canaries=99 must be at least 100"):
         audit(from_dict(SMALL), tmp_path, canaries=99)
+
+
+def test_audit__what_its_own_run_shows_of_the_noise_is_tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise 10 % too small is far below what canaries show; the run's own releases show it."""
+    draw = Gaussian.draw
+    monkeypatch.setattr(Gaussian, "draw", lambda *args: lambda: (draw(*args)().double() * 0.9).round().long())
+    found = audit(from_dict({**SMALL, "rounds": 8, "seed": 0}), tmp_path, canaries=100, held_out=100)
+    assert found.verdict == "BROKEN"
+    assert [check.name for check in found.checks if check.broken] == ["variance of the noise"]
+
+
+def test_audit__rounds_that_are_aborted_release_nothing(tmp_path: Path) -> None:
+    """An aborted round is not the release before it, heard once more."""
+    mechanism = {"name": "ddgauss", "mode": "exact", "min_cohort": 65}
+    config = from_dict({**SMALL, "rounds": 6, "mechanism": mechanism, "accountant": "rdp", "seed": 1})
+    found = audit(config, tmp_path, canaries=100, held_out=100)
+    assert all(np.isfinite(attack.seen).all() for attack in found.attacks)
+    none = from_dict({**SMALL, "mechanism": {**mechanism, "min_cohort": 129}, "accountant": "rdp", "seed": 1})
+    with pytest.raises(ConfigError, match="every round was aborted"):
+        audit(none, tmp_path, canaries=100, held_out=100)

@@ -77,6 +77,7 @@ def test_worst_case__runs_the_configuration_that_it_is_given(
 
 
 def stage(folder: Path, **settings: object) -> Stage:
+    folder.mkdir(exist_ok=True)
     return Stage.of(WorstCase(from_dict({"seed": 0, **settings})), folder, Machine(device="cpu"))
 
 

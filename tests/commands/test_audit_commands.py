@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fedblur.cli import app
+from fedblur.mechanisms.gaussian import Gaussian
 
 TABLE = """
 [base]
@@ -63,7 +64,36 @@ def test_audit__of_a_run_folder_uses_its_configuration_and_enters_its_statement(
     assert "empirical audit" in (run / "statement.md").read_text()
 
 
-def test_audit__worst_case_is_one_line(tmp_path: Path) -> None:
-    assert "no violation found" in invoke("audit", "--worst-case", "--repetitions", 400, "--quiet")
+FAST = ("--worst-case", "--repetitions", 400, "--quiet", "--device", "cpu")
+
+
+def test_audit__worst_case_is_a_line_and_one_for_each_check() -> None:
+    bound, *checks = invoke("audit", *FAST).splitlines()
+    assert "one release at ε = 2, δ = 0.01" in bound
+    assert "no violation found" in bound
+    names = [line.split(": ")[1] for line in checks]
+    assert names[:2] == ["messages fit the noise", "variance of the noise"]
+    assert names[-2:] == ["others' messages", "sensitivity of the sum"]
+    assert all(line.startswith("  holds (p = ") for line in checks)
+
+
+def test_audit__worst_case_of_a_configuration_says_how_many_of_its_rounds_it_ran(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text('epsilon = 1.0\nsample_rate = 0.2\nrounds = 50\nmask = "random"\nseed = 0')
+    (found,) = json.loads(invoke("audit", tmp_path / "c.toml", *FAST, "--json"))
+    assert (found["claimed"], found["rounds"], found["broken"]) == (1.0, 4, False)
+    checks = {check["name"]: check for check in found["checks"]}
+    assert "0.2 is accounted for" in checks["sampling rate"]["words"]
+    assert all(check["p_value"] is None or check["p_value"] > 1e-6 for check in checks.values())
+
+
+def test_audit__worst_case_that_finds_something_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = Gaussian.draw
+    monkeypatch.setattr(Gaussian, "draw", lambda *args: lambda: draw(*args)() // 2)
+    shown = invoke("audit", *FAST, status=1)
+    assert "BROKEN: weaker than it claims" in shown
+    assert "BROKEN (p = 0): variance of the noise" in shown
+
+
+def test_audit__worst_case_refuses_votes(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text('epsilon = 1.0\nmethod = "knn-dpfl"')
     assert "sends votes" in invoke("audit", tmp_path / "c.toml", "--worst-case", status=2)

@@ -49,7 +49,7 @@ BLOCKS, _FEATURES, _TENSORS, _CLASSES = 200, 4, 4, 2
 _LOUD_SAMPLES = 4
 _LOUDNESS = 28.0  # norm of a loud client's update in units of S
 _COHORT, _FEWEST = 100, 300  # expected cohort, and clients of a trial, at least
-_SHARES = 10  # the expected cohort where each client draws noise for every coordinate, which takes long
+_SMALL_COHORT = 10  # where everyone comes, or each client draws noise for every coordinate, which takes long
 _MOST = 1_000_000  # clients
 _QUIET_BLOCKS, _QUIET_ROUNDS = 16, 400  # of the run that is all noise
 STATISTICS = (
@@ -386,8 +386,9 @@ def _directions(setup: Setup) -> Tensor:
 
 def _quiet_checks(case: WorstCase, sigma: float, longest: float, folder: Path, machine: Machine) -> tuple[Check, ...]:
     """One run among clients who send zeros: all that is released is noise."""
-    shares = getattr(case.config.mechanism, "mode", "fast") == "exact" and case.config.clipping is None
-    cohort = _SHARES if shares else _COHORT
+    shares = getattr(case.config.mechanism, "mode", "fast") == "exact"
+    small = (shares or case.config.sample_rate == 1) and case.config.clipping is None  # whose bit needs a large cohort
+    cohort = _SMALL_COHORT if small else _COHORT
     clients = _clients(case.config, cohort, cohort)
     config = replace(
         case.config, rounds=_QUIET_ROUNDS, delta=case.trial_delta, epsilon=None, noise_multiplier=sigma,
