@@ -17,6 +17,7 @@ from fedblur.config import Config
 from fedblur.errors import PrivacyError
 from fedblur.events import Gaussian, PoissonSampled
 from fedblur.ledger import Budget, Ledger, open_ledger, read_randomness
+from fedblur.report.statement import read_statement
 from fedblur.train import resume, train
 from fedblur.verification import compose, read_books, unprotected, verify
 from tests.cli import invoke
@@ -203,6 +204,14 @@ def test_old_ledger__without_config_json_the_total_is_infinite_and_says_why(run:
     assert read_books(copy).randomness == "unknown"
     assert "1 run did not record where the noise came from" in (unprotected([read_books(run), read_books(copy)]) or "")
     assert "where its noise came from is not recorded" in invoke("ledger", "show", copy)
+
+
+def test_old_ledger__its_statement_says_that_noise_was_in_floats(run: Path, copy: Path) -> None:
+    as_written_by_0_1(copy / "ledger.jsonl")
+    words = "NOT against someone with the exact released numbers: version 0.1 added noise in floating point"
+    assert words in read_statement(copy).one_line()
+    assert words not in read_statement(run).one_line()
+    assert any("docs/privacy.md, Before version 0.2" in line for line in read_statement(copy).not_protected())
 
 
 def test_old_ledger__its_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

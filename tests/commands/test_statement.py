@@ -162,8 +162,8 @@ def test_words__say_what_delta_and_epsilon_permit() -> None:
         2.0, 1e-5, False, "replace one client"
     )
     assert "P[E with a client's data] ≤ e^ε · P[E with none in their place]" in meaning(2.0, 1e-5, False, ZERO_OUT)
-    assert "floating-point" in " ".join(not_protected(discrete=False))
-    assert "floating-point" not in " ".join(not_protected(discrete=True))
+    assert "floating point" in " ".join(not_protected(in_floats=True))
+    assert "floating point" not in " ".join(not_protected(in_floats=False))
 
 
 DISCRETE = ["--set", "mechanism.name=ddgauss", "--set", "mechanism.mode=exact", "--set", "mechanism.bits=20"]

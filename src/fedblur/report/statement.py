@@ -17,6 +17,7 @@ from fedblur.accounting import zcdp
 from fedblur.checkpoint import write_atomically
 from fedblur.config import canonical, config_hash, from_dict
 from fedblur.errors import RunError
+from fedblur.ledger import read_randomness
 from fedblur.report.page import Page, Section, html, markdown
 from fedblur.report.rounding import rounded_up
 from fedblur.report.statement_how import how
@@ -57,8 +58,13 @@ class Statement:
         return self.not_private == SEEDED
 
     @property
-    def discrete(self) -> bool:
-        return not self.votes and self.config["mechanism"]["name"] in ("ddgauss", "skellam")
+    def in_floats(self) -> bool:
+        """Whether version 0.1 made the run: its Gaussian noise was added in floating point (docs/privacy.md).
+
+        Its ledgers do not say where noise comes from; later ones do, and their noise is of whole numbers.
+        """
+        whole = not self.votes and self.config["mechanism"]["name"] in ("ddgauss", "skellam")
+        return read_randomness(self.books.chain) is None and not whole
 
     @property
     def votes(self) -> bool:
@@ -77,7 +83,7 @@ class Statement:
         return int(self.chosen["score_clients"]) if open_ else 0
 
     def not_protected(self) -> tuple[str, ...]:
-        return not_protected(self.discrete, self.votes, self.scored)
+        return not_protected(self.in_floats, self.votes, self.scored)
 
     def unprotected(self) -> str | None:
         """Why the total over this run and the others is infinite though they added noise."""
@@ -99,7 +105,9 @@ class Statement:
         claim = (
             f"ε = {rounded_up(main)} at δ = {delta:.3g} ({self.books.budget.accountant.upper()}{also}), "
             f"{self.privacy['adjacency']}, {counted(len(self.books.spends), 'release')}, {verified}"
-        ) + f", NOT for the {self.scored} validation clients" * bool(self.scored)
+        ) + (f", NOT for the {self.scored} validation clients" if self.scored else "")
+        if self.in_floats:
+            claim += ", NOT against someone with the exact released numbers: version 0.1 added noise in floating point"
         return f"{self.not_private.upper()} (with secret noise: {claim})" if self.not_private else claim
 
     def facts(self) -> dict[str, Any]:

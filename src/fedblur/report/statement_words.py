@@ -41,13 +41,16 @@ def assumed(seeded: bool, sampling: str) -> tuple[str, ...]:
     return (*lines, *(line for start, line in _PARTICIPATION.items() if amplifies and sampling.startswith(start)))
 
 
-def not_protected(discrete: bool, pool: bool = False, scored: int = 0) -> tuple[str, ...]:
-    """What the claim does not cover. `discrete`: the noise is of whole numbers; `pool`: labels of public samples were
-    bought; `scored`: validation clients whose scores chose the settings without noise."""
-    ideal = (
-        "" if discrete else "; ε is for ideal real-valued noise, and the low bits of floating-point noise may tell more"
-    )
+def not_protected(in_floats: bool, pool: bool = False, scored: int = 0) -> tuple[str, ...]:
+    """List what the claim does not cover.
+
+    `in_floats`: the noise was added in floating point; `pool`: labels of public samples were bought; `scored`:
+    validation clients whose scores chose the settings without noise.
+    """
     others = (
+        "Clients against someone who has the exact numbers of any released model: version 0.1 added noise in floating "
+        "point, whose low bits can tell who took part with certainty, and in its blocks one client's size changed what "
+        "others sent (docs/privacy.md, Before version 0.2)." * in_floats,
         "Whoever the public pool belongs to (see the note about the data): its samples are used as they are." * pool,
         f"The {scored} validation clients: settings were chosen by their scores, without noise." * bool(scored),
     )
@@ -60,7 +63,7 @@ def not_protected(discrete: bool, pool: bool = False, scored: int = 0) -> tuple[
         "Figures marked local_only in the run folder (norms, cohort sizes, times): made without noise; publishing "
         "them voids the claim.",
         "Other runs and other publications about the same clients: ε and δ both add up (see Tuning).",
-        f"Side channels, such as timing and memory{'' if discrete else ideal}.",
+        "Side channels, such as timing and memory.",
     )
 
 
