@@ -103,16 +103,16 @@ def test_sum__is_exact_in_any_order_and_any_split(seed: int, clients: int, size:
 
 
 def test_sum__of_the_longest_messages_is_exact_in_one_block() -> None:
-    """2,048 rows of 2^41 steps: the float64 sum of a block is at its limit of 2^53, with odd numbers in it."""
-    request = release(2, 1.0, 2.0**-20, 5000)
+    """Messages of 2^41 steps, and single steps among them: a sum beyond 2^53 in float64 would lose those."""
+    request = release(2, 1.0, 2.0**-21, 10_000)
     grid = FixedPoint.of(request)
-    assert 1.0 / grid.step == 2**40
-    rows = torch.zeros(5000, 2)
+    assert 1.0 / grid.step == 2**41
+    rows = torch.zeros(10_000, 2)
     rows[:, 0] = 1 - 2.0**-24
-    rows[1::2, 1] = grid.step  # one step
+    rows[::10, 0] = grid.step
     total = torch.zeros(2, dtype=torch.int64)
     grid.add_rows(total, rows)
-    assert total.tolist() == [5000 * (2**40 - 2**16), 2500]
+    assert total.tolist() == [9000 * (2**41 - 2**17) + 1000, 0]
 
 
 def test_sum__that_leaves_int64_wraps_and_the_noise_with_it() -> None:

@@ -17,7 +17,7 @@ from fedblur.rng import Seeded
 from tests.mechanisms.test_rounded_gaussian import ONES, ZEROS, Told, last_true
 
 GAUSSIANS = [DiscreteGaussian(tau) for tau in (0.3, 2.5, 16.1, 1000.7, 2.0**24 * 1.1)]
-POISSONS = [Poisson(mean) for mean in (1e-9, 0.1, 9.99, 300.25, 4e7, 2.0**47)]
+POISSONS = [Poisson(mean) for mean in (1e-9, 0.1, 9.99, 200.0, 300.25, 4e7, 2.0**47)]
 LAWS = [*GAUSSIANS, *POISSONS]
 BINS = lattice.BINS
 every = pytest.mark.parametrize("law", LAWS, ids=str)
@@ -118,6 +118,9 @@ def test_decide__a_case_on_the_edge_hangs_on_further_bits(law: lattice.Law) -> N
             r = int(table.top * height(law, n) / table.weights[i] * 2**64)
         assert lattice.decide(law, i, u, r, Told(0, 0)) == (n, True)  # type: ignore[arg-type]
         assert lattice.decide(law, i, u, r, Told(0, 2**64 - 1)) == (n, False)  # type: ignore[arg-type]
+        words = np.array([[i << 54], [u], [r]], dtype=np.uint64)
+        for last, expected in ((0, True), (2**64 - 1, False)):
+            assert lattice._propose(words, Told(0, last), law=law)[1][0] == expected  # type: ignore[arg-type]
         start = -(-(3 << 64) // wide) - 1  # the last word before the bin's fourth number: its further bits decide
         words = np.array([[i << 54], [start], [0]], dtype=np.uint64)
         for lane, step in ((ZEROS, 2), (ONES, 3)):

@@ -297,6 +297,18 @@ def test_constant__rounding_is_above_the_error_of_s_times_x_in_floats(scale: flo
             assert abs(Fraction(float(floats[k])) - exact) <= allowed
 
 
+@pytest.mark.parametrize("bits", [64, 128, 320])
+def test_decide__its_bounds_of_a_height_hold_and_are_narrow(bits: int) -> None:
+    rng = np.random.default_rng(4)
+    with mpmath.workdps(200):
+        for numerator in (*(int(n) for n in rng.integers(1, 2**63, 50)), 0, 1, 2**63):
+            x = Fraction(numerator, 2**58)  # up to 32
+            exact = mpmath.exp(-((mpf(x.numerator) / x.denominator) ** 2) / 2)
+            low, high = (law._height(x, bits, down=down) for down in (True, False))
+            low, high = (mpf(bound.numerator) / bound.denominator for bound in (low, high))
+            assert low < exact < high < low * (1 + mpf(2) ** (-bits - 20))
+
+
 def test_aliases__divide_any_weights_exactly() -> None:
     rng = np.random.default_rng(3)
     for size in (2, 8, 1024):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -110,6 +111,34 @@ def test_modes__fast_and_exact_agree_in_distribution(kind, bits: int) -> None:
     once = torch.from_numpy(fast.part.draw(fast.grid(sigma).noise_steps, len(shares), Seeded.root(7).keystream()))
     assert stats.ks_2samp(shares.numpy(), fast.grid(sigma).wrap(once).numpy()).pvalue > 1e-3
     assert stats.ks_2samp(released.numpy(), released_fast.numpy()).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("cohort", [3, 7, 11])
+def test_noise__and_its_shares_are_never_rounded_down(monkeypatch: pytest.MonkeyPatch, cohort: int) -> None:
+    """In fractions: n shares have at least the variance that is accounted, and a Skellam draw at least std²."""
+    from fedblur.mechanisms import skellam
+
+    for sigma in (1.1, 2.0, 3.3):
+        sum_ = bind(Skellam(mode="exact"), 100, cohort)
+        std, grid = Fraction(sum_._share_std(sum_.grid(sigma), cohort)), sum_.grid(sigma)
+        assert (
+            Fraction(grid.noise_steps) ** 2
+            <= cohort * std**2
+            <= Fraction(grid.noise_steps) ** 2 * (1 + Fraction(2**-47))
+        )
+        asked: list[float] = []
+        monkeypatch.setattr(skellam, "sample_skellam", lambda variance, *_, asked=asked: asked.append(variance))
+        Skellam().draw(float(std), 1, Seeded.root(0).keystream())
+        assert std**2 <= Fraction(asked[0]) <= std**2 * (1 + Fraction(2**-48))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["fast", "exact"])
+def test_noise__belongs_to_one_release(kind, mode: str) -> None:
+    noise = bind(kind(mode=mode), 100, 5).draw(Release(100, S, 2.0, 5, CPU), System())
+    noise()
+    with pytest.raises(PrivacyError, match="belongs to one release"):
+        noise()
 
 
 def test_modes__shares_of_half_a_step_are_told_apart() -> None:
