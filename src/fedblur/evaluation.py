@@ -29,7 +29,7 @@ def evaluate(
     correct = torch.zeros((), dtype=torch.int64, device=device)
     loss = torch.zeros((), dtype=torch.float64, device=device)
     for logits, y in _predictions(forward, theta, samples, methods, views):
-        correct += (logits.argmax(1) == y).sum()
+        correct += _hits(logits, y).sum()
         loss += F.cross_entropy(logits, y, reduction="sum").double()
     return int(correct) / len(samples), float(loss) / len(samples)
 
@@ -40,7 +40,7 @@ def accuracy_by_client(
 ) -> Tensor:
     """Each client's own accuracy, [clients] float64 on the CPU; `sizes` says whose samples follow whose."""
     predictions = _predictions(forward, theta, samples, methods, views)
-    hits = torch.cat([logits.argmax(1) == y for logits, y in predictions]).double().cpu()
+    hits = torch.cat([_hits(logits, y) for logits, y in predictions]).double().cpu()
     owner = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
     return torch.zeros(len(sizes), dtype=torch.float64).index_add_(0, owner, hits) / sizes
 
@@ -51,10 +51,15 @@ def accuracy_by_class(
 ) -> tuple[Tensor, Tensor]:
     """(accuracy [classes] float64, samples [classes] int64) on the CPU; NaN where a class has no samples."""
     predictions = _predictions(forward, theta, samples, methods, views)
-    hits = torch.cat([logits.argmax(1) == y for logits, y in predictions]).double().cpu()
+    hits = torch.cat([_hits(logits, y) for logits, y in predictions]).double().cpu()
     labels = samples.y.cpu()
     counts = torch.bincount(labels, minlength=classes)
     return torch.zeros(classes, dtype=torch.float64).index_add_(0, labels, hits) / counts, counts
+
+
+def _hits(logits: Tensor, y: Tensor) -> Tensor:
+    """Which predictions are right. NaN is none: argmax would take it for the first class."""
+    return (logits.argmax(1) == y) & ~logits.isnan().any(1)
 
 
 def _predictions(
