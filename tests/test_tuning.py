@@ -312,6 +312,8 @@ def test_proxy__a_configuration_that_diverges_there_is_not_chosen(tmp_path: Path
     tuned = tune_on_proxy([DIVERGING, OTHER], {"dataset": "synthetic", "clients": 30}, tmp_path / "x", CPU)
     assert json.loads((tmp_path / "x" / "config.json").read_text())["clip_norm"] == OTHER.clip_norm
     assert tuned.summary["status"] == "complete"
+    accuracies = [trial["accuracy"] for trial in json.loads((tmp_path / "x" / "proxy.json").read_text())]
+    assert accuracies[0] == 0.0 < accuracies[1]
 
 
 def test_search__without_validation_clients_says_to_raise_the_share() -> None:
