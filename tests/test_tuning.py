@@ -327,6 +327,88 @@ def test_score__has_the_noise_that_is_accounted(scoring: Literal["private", "pub
     assert np.mean(scores) == pytest.approx(truth, abs=4 * wanted / math.sqrt(200) + 1e-12)
 
 
+class Broken(torch.nn.Module):
+    """Gives the same number for every class of every sample."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = torch.nn.Parameter(torch.full((DATA.train.classes,), value))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.value.expand(len(x), -1)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_score__of_a_model_that_gives_nan_is_the_worst_and_finite(value: float, tmp_path: Path) -> None:
+    """Argmax takes NaN for the first class: every client with that label would have scored."""
+    search = make_search([BASE, OTHER], DATA, LAW, "public")
+    bench = trials._Trials(search, tmp_path, CPU, DATA, trials.make_rng(0), lambda config, index: None)
+    assert bench.score(Run(tmp_path, {}, Broken(value), []), BASE, bench.rng) == 0.0
+    assert bench.score(None, BASE, bench.rng) == 0.0
+    assert bench.score(Run(tmp_path, {}, Broken(0.0), []), BASE, bench.rng) > 0.0
+    assert DATA.validation is not None
+    module = Broken(value)
+    theta = Layout.of(module).unflatten(initial_vector(module))
+    assert evaluate(as_function(module), theta, DATA.validation)[0] == 0.0
+
+
+@pytest.mark.parametrize("made_up", [math.nan, math.inf, -math.inf, 7.0])
+def test_score__stays_within_what_its_noise_is_sized_for(
+    made_up: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = make_search([BASE, OTHER], DATA, LAW, "public")
+    bench = trials._Trials(search, tmp_path, CPU, DATA, trials.make_rng(0), lambda config, index: None)
+    clients = torch.full((DATA.validation_clients,), made_up, dtype=torch.float64)
+    monkeypatch.setattr(trials, "accuracy_by_client", lambda *arguments: clients)
+    worst = not made_up > 0
+    assert bench.score(Run(tmp_path, {}, Broken(0.0), []), BASE, bench.rng) == (0.0 if worst else 1.0)
+
+
+DIVERGING = replace(BASE, model="mlp", local=LocalTraining(steps=2, batch_size=8, learning_rate=1e38))
+
+
+def test_search__a_trial_that_diverges_is_neither_skipped_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A seeded run stops when all its updates are NaN; its search goes on with the next trial."""
+    monkeypatch.setattr(trials, "_draw", lambda search, local, rng: local.mkdir(parents=True) or [1, 0, 1])
+    scores: list[float] = []
+    score = trials._Trials.score
+
+    def scored(self: trials._Trials, run: Run | None, *others: object) -> float:
+        scores.append(score(self, run, *others))  # type: ignore[arg-type]
+        return scores[-1]
+
+    monkeypatch.setattr(trials._Trials, "score", scored)
+    search = make_search([BASE, DIVERGING], DATA, LAW, "public")
+    tuned = run_search(search, tmp_path / "x", CPU, DATA)
+    assert scores[0] == scores[2] == 0.0 < scores[1]
+    assert tuned.summary["privacy"]["selection"]["score"] == scores[1]
+    assert json.loads((tmp_path / "x" / "config.json").read_text())["local"]["learning_rate"] == 0.1
+
+
+def test_search__where_every_trial_diverges_releases_one_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trials, "_draw", lambda search, local, rng: local.mkdir(parents=True) or [1, 1])
+    tuned = run_search(make_search([BASE, DIVERGING], DATA, LAW, "public"), tmp_path / "x", CPU, DATA)
+    assert tuned.summary["privacy"]["selection"]["score"] == 0.0
+    assert (tmp_path / "x" / "model.safetensors").exists()
+
+
+def test_proxy__a_configuration_that_diverges_there_is_not_chosen(tmp_path: Path) -> None:
+    tuned = tune_on_proxy([DIVERGING, OTHER], {"dataset": "synthetic", "clients": 30}, tmp_path / "x", CPU)
+    assert json.loads((tmp_path / "x" / "config.json").read_text())["clip_norm"] == OTHER.clip_norm
+    assert tuned.summary["status"] == "complete"
+    accuracies = [trial["accuracy"] for trial in json.loads((tmp_path / "x" / "proxy.json").read_text())]
+    assert accuracies[0] == 0.0 < accuracies[1]
+
+
+def test_search__without_validation_clients_says_to_raise_the_share() -> None:
+    with pytest.raises(ConfigError, match=r"validation_share=0\.2 gives no clients to score trials on here; raise it"):
+        make_search([BASE, OTHER], replace(DATA, validation=None, validation_clients=0), LAW, "private")
+
+
 def test_search__without_a_trial_releases_that_there_is_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

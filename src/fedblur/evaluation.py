@@ -30,7 +30,7 @@ def evaluate(
     correct = torch.zeros((), dtype=torch.int64, device=device)
     loss = torch.zeros((), dtype=torch.float64, device=device)
     for logits, y in _predictions(forward, theta, samples, methods, views, _CHUNK):
-        correct += (logits.argmax(1) == y).sum()
+        correct += _hits(logits, y).sum()
         loss += F.cross_entropy(logits, y, reduction="sum").double()
     return int(correct) / len(samples), float(loss) / len(samples)
 
@@ -49,7 +49,7 @@ def accuracy_by_client(
         filled = -(-max(len(y), 1) // _ALONE) * _ALONE - len(y)
         alone = Samples(torch.cat([x, x.new_zeros(filled, *x.shape[1:])]), torch.cat([y, y.new_full((filled,), -1)]))
         predictions = _predictions(forward, theta, alone, methods, views, _ALONE)
-        hits.append(sum(int((logits.argmax(1) == label).sum()) for logits, label in predictions))
+        hits.append(sum(int(_hits(logits, label).sum()) for logits, label in predictions))
     return torch.tensor(hits, dtype=torch.float64) / sizes
 
 
@@ -59,10 +59,15 @@ def accuracy_by_class(
 ) -> tuple[Tensor, Tensor]:
     """(accuracy [classes] float64, samples [classes] int64) on the CPU; NaN where a class has no samples."""
     predictions = _predictions(forward, theta, samples, methods, views, _CHUNK)
-    hits = torch.cat([logits.argmax(1) == y for logits, y in predictions]).double().cpu()
+    hits = torch.cat([_hits(logits, y) for logits, y in predictions]).double().cpu()
     labels = samples.y.cpu()
     counts = torch.bincount(labels, minlength=classes)
     return torch.zeros(classes, dtype=torch.float64).index_add_(0, labels, hits) / counts, counts
+
+
+def _hits(logits: Tensor, y: Tensor) -> Tensor:
+    """Which predictions are right. NaN is none: argmax would take it for the first class."""
+    return (logits.argmax(1) == y) & ~logits.isnan().any(1)
 
 
 def _predictions(

@@ -3,6 +3,9 @@
 The search is in the ledger before its first trial begins. How many trials there are, their configurations, scores and
 models are local only: they lie in a folder of their own, OUT-local-only, which is removed when the winner has been
 released. A search that was stopped goes on with the trials that were drawn; a trial that was cut short begins anew.
+
+A trial that diverges is a trial like any other, with the worst score: to skip it, or to stop there, would change the
+law of the number of trials, and tell about data.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from fedblur.config import Config, canonical, config_hash, from_dict, to_dict
 from fedblur.data.population import Federation
 from fedblur.data.raw import Generated
 from fedblur.engines.distributed import demand_one_process
-from fedblur.errors import ConfigError, RunError
+from fedblur.errors import ConfigError, DivergedError, RunError
 from fedblur.evaluation import accuracy_by_client
 from fedblur.functional import Layout, as_function, initial_vector
 from fedblur.ledger import Budget, Ledger, randomness_of
@@ -130,25 +133,41 @@ class _Trials:
         config = self.search.candidates[pick]
         if config.seed is not None:
             config = replace(config, seed=rng.child("training").seed())
-        run = train(config, out=folder, machine=self.machine, watch=self.watch(config, index))
+        run = _train(config, folder, self.machine, self.watch(config, index))
         score = self.score(run, config, rng.child("score"))
         write_atomically(path, json.dumps({"local_only": True, "score": score}).encode())
         return score
 
-    def score(self, run: Run, config: Config, rng: Rng) -> float:
+    def score(self, run: Run | None, config: Config, rng: Rng) -> float:
         """Mean accuracy over validation clients, each counting the same; with noise, a Gaussian release about them.
 
-        Σ (a_c - ½) moves by at most ½ when a client is added or removed; it is divided by a constant. A client without
-        samples adds nothing.
+        Σ (a_c - ½) moves by at most ½ when a client is added or removed; it is divided by a constant.
+
+            a model that gives NaN       its predictions are wrong, whatever the labels are
+            a run that diverged (None)   every accuracy is 0
+            an accuracy beyond [0, 1]    0 or 1; NaN: 0
+            a client without samples     adds nothing
         """
         samples, sizes, noise = self.data.validation, self.data.validation_sizes, self.search.score_noise
         assert samples is not None
         assert sizes is not None
-        theta = Layout.of(run.module).unflatten(initial_vector(run.module))
-        each = accuracy_by_client(as_function(run.module), theta, samples, sizes, config.method, config.test_views)
-        whole = (torch.nan_to_num(each - HALF) / _STEP).trunc().long().sum()  # each at most ½; exact from here on
+        each = torch.zeros(len(sizes), dtype=torch.float64)
+        if run is not None:
+            theta = Layout.of(run.module).unflatten(initial_vector(run.module))
+            each = accuracy_by_client(as_function(run.module), theta, samples, sizes, config.method, config.test_views)
+        each = each.nan_to_num(nan=0.0).clamp(0.0, 1.0)  # whatever was computed: what the noise is sized for
+        each = torch.where(sizes > 0, each, HALF)
+        whole = ((each - HALF) / _STEP).trunc().long().sum()  # each at most ½, and exact from here on
         blur = rounded_gaussian.draw(HALF * noise / _STEP * (1 + 2.0**-50), 1, rng.keystream())[0]
         return (int(whole) + int(blur)) * _STEP / self.data.validation_clients + HALF
+
+
+def _train(config: Config, folder: Path, machine: Machine, watch: Watcher | None) -> Run | None:
+    """A trial's run; None where it diverged. (One that protects people never stops for that: it goes on.)"""
+    try:
+        return train(config, out=folder, machine=machine, watch=watch)
+    except DivergedError:
+        return None
 
 
 def _release(search: Search, winner: RunFolder, out: RunFolder, stated: dict[str, Any]) -> dict[str, Any]:
@@ -182,8 +201,9 @@ def tune_on_proxy(
         folder = RunFolder(out.with_name(out.name + "-proxy") / config_hash(trial))
         if not _complete(folder):
             shutil.rmtree(folder.path, ignore_errors=True)
-            train(trial, out=folder.path, machine=machine, watch=watch(trial, index))
-        scores.append(float(json.loads(folder.summary.read_text(encoding="utf-8"))["accuracy"]))
+            _train(trial, folder.path, machine, watch(trial, index))
+        done = _complete(folder)
+        scores.append(float(json.loads(folder.summary.read_text(encoding="utf-8"))["accuracy"]) if done else 0.0)
     best = max(range(len(scores)), key=scores.__getitem__)
     run = train(chosen[best], out=out, machine=machine, watch=watch(chosen[best], len(scores)))
     name = trials[0].dataset.part_name
