@@ -128,7 +128,7 @@ class Flips(Method):
         return inputs.roll(int(seed) + int(step), -1)
 
 
-def test_score__of_clients_without_samples_adds_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_score__of_a_client_without_samples_is_the_worst(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """0/0 is NaN, and NaN as a whole number would be -2^63: more than any noise hides."""
     search = make_search([BASE, OTHER], DATA, LAW, "public")
     module = make_model(BASE.model, DATA.train.shape, DATA.train.classes, seed=1).eval()
@@ -137,7 +137,7 @@ def test_score__of_clients_without_samples_adds_nothing(monkeypatch: pytest.Monk
     each[0] = math.nan
     monkeypatch.setattr(trials, "accuracy_by_client", lambda *_: each)
     score = bench.score(Run(tmp_path, {}, module, []), BASE, bench.rng)
-    assert score == pytest.approx(0.5 + 0.25 * (len(each) - 1) / len(each))
+    assert score == pytest.approx(0.5 + (0.25 * (len(each) - 1) - 0.5) / len(each))
 
 
 def test_accuracy_by_client__counts_a_client_of_no_samples_as_nan() -> None:

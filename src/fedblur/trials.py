@@ -145,8 +145,7 @@ class _Trials:
 
             a model that gives NaN       its predictions are wrong, whatever the labels are
             a run that diverged (None)   every accuracy is 0
-            an accuracy beyond [0, 1]    0 or 1; NaN: 0
-            a client without samples     adds nothing
+            an accuracy beyond [0, 1]    0 or 1; NaN, of a client without samples: 0
         """
         samples, sizes, noise = self.data.validation, self.data.validation_sizes, self.search.score_noise
         assert samples is not None
@@ -156,7 +155,6 @@ class _Trials:
             theta = Layout.of(run.module).unflatten(initial_vector(run.module))
             each = accuracy_by_client(as_function(run.module), theta, samples, sizes, config.method, config.test_views)
         each = each.nan_to_num(nan=0.0).clamp(0.0, 1.0)  # whatever was computed: what the noise is sized for
-        each = torch.where(sizes > 0, each, HALF)
         whole = ((each - HALF) / _STEP).trunc().long().sum()  # each at most ½, and exact from here on
         blur = rounded_gaussian.draw(HALF * noise / _STEP * (1 + 2.0**-50), 1, rng.keystream())[0]
         return (int(whole) + int(blur)) * _STEP / self.data.validation_clients + HALF
