@@ -47,7 +47,7 @@ class Config:
     dataset: Any = part("dataset", "digits")
     partition: Any = part("partition")  # None: the data set's own default
     clients: int | None = None  # N, training clients; None: the data set's own default
-    validation_share: float = 0.1  # of all clients; they never train
+    validation_share: float = 0.1  # of all clients, about; they never train
     evaluate: Literal["test", "validation"] = "test"  # tune on "validation", report "test"
     # model and method
     model: Any = part("model", "logistic")

@@ -21,12 +21,13 @@ from fedblur.client import ClientJob
 from fedblur.config import Config, config_hash
 from fedblur.data.federation import load_federation
 from fedblur.data.population import Federation, Samples
+from fedblur.data.roles import ROLES
 from fedblur.engines import Alone, Choice, Engine, LocalEngine, Processes, WorkerEngine, choose_engine
 from fedblur.engines.distributed import Ranks, own_device
 from fedblur.engines.isolation import clients_interfere
 from fedblur.engines.local import EngineName
 from fedblur.engines.timing import Work, timed_choice
-from fedblur.errors import ConfigError, PrivacyError
+from fedblur.errors import ConfigError, PrivacyError, RunError
 from fedblur.fitting import check_fit
 from fedblur.functional import Layout, ModuleFunction, as_function, check_model, initial_vector
 from fedblur.ledger import Budget, ForeignLedger, Ledger, randomness_of
@@ -98,6 +99,10 @@ class Setup:
         """Whether this run's releases are private: noise, and nobody can repeat it."""
         return self.rng.private and self.protocol.plan.noise_multiplier > 0
 
+    def remembered(self) -> dict[str, Any]:
+        """What checkpoints remember, to refuse another ledger and another choice of training clients."""
+        return {"ledger": self.protocol.ledger.anchor(), "roles": ROLES}
+
     @property
     def cautions(self) -> list[str]:
         """What is allowed and probably not meant."""
@@ -138,6 +143,7 @@ def prepare(
     if named and all(tensor.requires_grad for tensor in module.parameters()):  # frozen ones differ with the seed
         forward = _forward(config.model, shape, classes, half, device)
     keeper = ForeignLedger if processes.rank else Ledger
+    budget = Budget(plan.epsilon_target, plan.delta, config.accountant, config.rounds)
     job = ClientJob(
         forward, layout, layout.unflatten(initial.to(device)), config.local, config.method, config.clip_norm,
         Message(config.bounding),
@@ -163,12 +169,7 @@ def prepare(
         mechanism=mechanism_for(config, plan.sampler, layout.total),
         server=config.server,
         averaging=config.averaging,
-        ledger=keeper(
-            ledger,
-            Budget(plan.epsilon_target, plan.delta, config.accountant, config.rounds),
-            config_hash(config),
-            randomness_of(config.seed),
-        ),
+        ledger=keeper(ledger, budget, config_hash(config), randomness_of(config.seed)),
         forward=forward,
         layout=layout,
         local=config.local,
@@ -247,6 +248,15 @@ def _load(
     dataset: Any, partition: Any, clients: int | None, share: float, seed: int, data_dir: Path | None
 ) -> Federation:
     return load_federation(dataset, partition, clients, share, seed, data_dir)
+
+
+def demand_same_roles(state: dict[str, Any], config: Config, machine: Machine, federation: Federation | None) -> None:
+    """Version 0.1 chose validation clients by lot; a run must not change in the middle whom it trains on."""
+    if state.get("roles") != ROLES and (federation or load(config, machine)).by_id:
+        raise RunError(
+            "this run was begun by fedblur 0.1, which chose its training clients in another way; start a new run "
+            "(on these clients it adds to the total)"
+        )
 
 
 def plan_for(config: Config, clients: int, parameters: int) -> PrivacyPlan:

@@ -22,7 +22,6 @@ from fedblur.cautions import note_divergence
 from fedblur.checkpoint import Checkpoint, load_newest, save_checkpoint, write_atomically
 from fedblur.config import Config, canonical, differences, from_dict, to_dict
 from fedblur.data.population import Federation
-from fedblur.data.roles import ROLES
 from fedblur.engines import Processes, suitable_threads
 from fedblur.engines.distributed import Ranks, demand_one_process, together
 from fedblur.errors import DivergedError, LostRankError, PrivacyError, RoundAborted, RunError
@@ -32,7 +31,7 @@ from fedblur.measuring import measure, measure_fairness
 from fedblur.round import client_job, run_round, sum_clients
 from fedblur.runfolder import RunFolder, default_folder
 from fedblur.server import ServerState, published
-from fedblur.setup import Machine, Setup, load, prepare
+from fedblur.setup import Machine, Setup, demand_same_roles, prepare
 from fedblur.summary import summarise
 from fedblur.watching import Row, Watcher, with_header
 
@@ -178,7 +177,7 @@ def _go_on(
     with folder.reading():
         config = _config_of(resolved, federation, module)
     demand_anchor(folder.ledger, checkpoint.state.get("ledger"), f"the checkpoint of round {checkpoint.round}")
-    _demand_same_roles(checkpoint, config, machine, federation)
+    demand_same_roles(checkpoint.state, config, machine, federation)
     for note in notes:
         tell(note)
     if config.voting is not None:
@@ -188,8 +187,7 @@ def _go_on(
         return run_election(config, folder, resolved, machine, federation, module, watch, new=False)
     _greet(processes, folder, resolved)
     setup = prepare(config, folder.ledger, machine.as_recorded(folder), federation, module, processes, tell=tell)
-    device = setup.initial.device
-    tensors = {name: tensor.to(device) for name, tensor in checkpoint.tensors.items()}
+    tensors = {name: tensor.to(setup.initial.device) for name, tensor in checkpoint.tensors.items()}
     if tensors["theta"].shape != setup.initial.shape:
         raise RunError(
             f"the checkpoint of {path} has {tensors['theta'].numel()} parameters, the model {setup.initial.numel()}"
@@ -200,15 +198,6 @@ def _go_on(
     return _dismiss(
         processes, setup, _loop(folder, setup, state, resolved, rows, with_header(setup.header, tell, watch))
     )
-
-
-def _demand_same_roles(checkpoint: Checkpoint, config: Config, machine: Machine, federation: Federation | None) -> None:
-    """Version 0.1 chose validation clients by lot; a run must not change in the middle whom it trains on."""
-    if checkpoint.state.get("roles") != ROLES and (federation or load(config, machine)).by_id:
-        raise RunError(
-            "this run was begun by fedblur 0.1, which chose its training clients in another way; start a new run "
-            "(on these clients it adds to the total)"
-        )
 
 
 def _greet(processes: Processes | None, folder: RunFolder, resolved: dict[str, Any]) -> None:
@@ -310,7 +299,7 @@ def _finish(folder: RunFolder, setup: Setup, state: ServerState, rows: list[Row]
 
 
 def _save(folder: RunFolder, setup: Setup, state: ServerState, resolved: dict[str, Any]) -> None:
-    about = {"config": resolved, "ledger": setup.protocol.ledger.anchor(), "roles": ROLES}
+    about = {"config": resolved, **setup.remembered()}
     save_checkpoint(folder.checkpoints, Checkpoint(state.round, state.tensors(), about))
 
 

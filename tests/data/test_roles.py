@@ -176,7 +176,7 @@ def test_resume__a_run_whose_roles_were_chosen_by_lot_is_refused(
 
     data = own(PEOPLE)
     assert resume(saved(data, tmp_path / "new"), federation=data).summary["status"] == "complete"
-    monkeypatch.setattr(sys.modules["fedblur.train"], "ROLES", None)
+    monkeypatch.setattr(sys.modules["fedblur.setup"], "ROLES", None)
     old = saved(data, tmp_path / "old")
     monkeypatch.undo()
     with pytest.raises(RunError, match=r"begun by fedblur 0\.1, which chose its training clients in another way"):
