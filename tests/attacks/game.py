@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import fedblur
-from fedblur.audit.worst_case import Existing
+from fedblur.audit.tiny_world import Existing
 from fedblur.client import Block, ClientJob
 from fedblur.config import from_dict
 from fedblur.engines import Engine, Task

@@ -107,8 +107,10 @@ def test_reachable__with_sampling_no_value_is_off_the_grid(tmp_path: Path) -> No
         assert not off_the_grid(played, first).any()
 
 
-def test_reachable__float_noise_is_seen_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The adversary is no straw man: with float noise it finds values that no whole number gives in every trial."""
+def test_reachable__float_noise_is_seen_in_most_single_releases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The adversary is no straw man: in most releases with float noise it finds values that no whole number gives."""
 
     def floats(self: Gaussian, total: Tensor, release: Release, noise: Tensor) -> Tensor:
         step = FixedPoint.of(release).step
@@ -117,9 +119,9 @@ def test_reachable__float_noise_is_seen_at_once(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(Gaussian, "release", floats)
     played = start(tmp_path, [1] * 40)
-    for trial in range(10):
-        (model,) = played.play(bool(trial % 2), played.setup.rng)
-        assert off_the_grid(played, model).any()
+    models = [played.play(bool(trial % 2), Seeded.root(trial))[0] for trial in range(20)]
+    seen = [bool(off_the_grid(played, model).any()) for model in models]
+    assert sum(seen) >= 15  # about eight of 170 values are small enough for float32 to show single steps
 
 
 def test_reachable__even_noise_gives_the_target_away_by_its_low_bits(

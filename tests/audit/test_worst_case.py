@@ -14,7 +14,8 @@ import torch
 
 import fedblur.audit.worst_case as worst_case
 from fedblur.audit import Finding, WorstCase, check_worst_case
-from fedblur.audit.worst_case import BLOCKS, Stage, unreachable_from_zero
+from fedblur.audit.tiny_world import BLOCKS
+from fedblur.audit.worst_case import Stage, unreachable_from_zero
 from fedblur.config import from_dict
 from fedblur.errors import ConfigError
 from fedblur.round import Protocol, run_round

@@ -26,48 +26,40 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedblur.accounting import PrivacyPlan
 from fedblur.audit.estimate import Values, lower_bound
-from fedblur.audit.laws import Check, CohortLog, NoiseLog, messages_fit
-from fedblur.audit.listening import Attended, Overheard, first_state
+from fedblur.audit.laws import Check
+from fedblur.audit.listening import Overheard, first_state
+from fedblur.audit.quiet_run import quiet_checks
+from fedblur.audit.tiny_world import (
+    BLOCKS,
+    CLASSES,
+    FEATURES,
+    TENSORS,
+    Existing,
+    Tiny,
+    by_block,
+    clients_for,
+    directions_of,
+    endless,
+    population_of,
+    prepared,
+)  # fmt: skip
 from fedblur.binding import mechanism_for
 from fedblur.config import Config
-from fedblur.data.population import Federation, Packed, Samples
 from fedblur.engines import suitable_threads
 from fedblur.errors import ConfigError
-from fedblur.events import Event
-from fedblur.ledger import Budget, Ledger
 from fedblur.rng import Rng
 from fedblur.round import Protocol, client_job, run_round
-from fedblur.sampling import Sampler
 from fedblur.server import ServerState, published
-from fedblur.setup import Machine, Setup, plan_for, prepare
+from fedblur.setup import Machine, Setup, plan_for
 
-BLOCKS, _FEATURES, _TENSORS, _CLASSES = 200, 4, 4, 2
-_LOUD_SAMPLES = 4
-_LOUDNESS = 28.0  # norm of a loud client's update in units of S
-_COHORT, _FEWEST = 100, 300  # expected cohort, and clients of a trial, at least
-_SMALL_COHORT = 10  # where everyone comes, or each client draws noise for every coordinate, which takes long
-_MOST = 1_000_000  # clients
-_QUIET_BLOCKS, _QUIET_ROUNDS = 16, 400  # of the run that is all noise
 STATISTICS = (
     "projection", "likelihood", "length", "untouched coordinates", "largest coordinate",
     "change since a round without it", "unreachable values", "model", "model's untouched coordinates",
 )  # fmt: skip
-
-
-class Tiny(nn.Module):
-    """Four tensors of one shape whose sum is a linear classifier: an update is spread evenly over all of them."""
-
-    def __init__(self, blocks: int = BLOCKS) -> None:
-        super().__init__()
-        shape = (_CLASSES, blocks * _FEATURES)
-        self.parts = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for _ in range(_TENSORS)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.flatten(1) @ torch.stack(list(self.parts)).sum(0).T
 
 
 def _sharpest() -> Config:
@@ -111,40 +103,6 @@ class Finding:
         return self.lower_bound > self.claimed or any(check.broken for check in self.checks)
 
 
-@dataclass(frozen=True)
-class Existing:
-    """The real sampler among those who exist; who exists is part of the pair of populations. The plan's N is public."""
-
-    nominal: Sampler
-    actual: Sampler  # over as many clients as exist
-    ids: Tensor  # sorted
-
-    @property
-    def clients(self) -> int:
-        return self.nominal.clients
-
-    @property
-    def expected_cohort(self) -> float:
-        return self.nominal.expected_cohort
-
-    @property
-    def cohort_spread(self) -> float:
-        return self.nominal.cohort_spread
-
-    @property
-    def description(self) -> str:
-        return f"{self.nominal.description}; {len(self.ids)} clients exist"
-
-    def cohort(self, rng: Rng) -> Tensor:
-        return self.ids[self.actual.cohort(rng)]
-
-    def event(self, inner: Event) -> Event:
-        return self.nominal.event(inner)
-
-    def seen(self) -> Existing:
-        return replace(self, nominal=self.nominal.seen(), actual=self.actual.seen())
-
-
 def check_worst_case(
     case: WorstCase,
     repetitions: int = 10_000,
@@ -160,7 +118,8 @@ def check_worst_case(
     with tempfile.TemporaryDirectory() as folder:
         stage = Stage.of(case, Path(folder), machine)
         present, absent = stage.outcomes(trials, tick)
-        checks = _quiet_checks(case, stage.plan.noise_multiplier, stage.longest, Path(folder), machine)
+        same = replace(case.config, delta=case.trial_delta)
+        checks = quiet_checks(same, stage.plan.noise_multiplier, stage.mechanism.longest, Path(folder), machine)
     return _finding(case, stage, present, absent, checks)
 
 
@@ -206,28 +165,23 @@ class Stage:
 
     @classmethod
     def of(cls, case: WorstCase, folder: Path, machine: Machine) -> Stage:
-        clients = _clients(case.config)
+        clients = clients_for(case.config)
         config = replace(
             case.config, rounds=case.trial_rounds, delta=case.trial_delta, local=replace(case.config.local, steps=1)
         )
-        plan = plan_for(config, clients, BLOCKS * _FEATURES * _TENSORS * _CLASSES)
+        plan = plan_for(config, clients, BLOCKS * FEATURES * TENSORS * CLASSES)
         if not 0 < plan.epsilon_target < math.inf:
             raise ConfigError(
                 f"{case.trial_rounds} rounds at noise_multiplier={plan.noise_multiplier:g} claim epsilon="
                 f"{plan.epsilon_target:g} at delta={plan.delta:g}: nothing that a release could break"
             )
         replaced = plan.adjacency == "replace one client"
-        setup = _prepared(config, folder, machine, Tiny(), _population(config, clients, opposite=replaced))
+        setup = prepared(config, folder, machine, Tiny(), population_of(config, clients, opposite=replaced))
         mechanism = Overheard(mechanism_for(config, plan.sampler, setup.protocol.layout.total), inside=True)
         protocol = replace(
-            setup.protocol, plan=plan, mechanism=mechanism, ledger=_endless(folder / "trials.jsonl", plan)
+            setup.protocol, plan=plan, mechanism=mechanism, ledger=endless(folder / "trials.jsonl", plan)
         )
-        return cls(setup, protocol, plan, mechanism, _directions(setup), clients, 2.0 if replaced else 1.0)
-
-    @property
-    def longest(self) -> float:
-        """The longest message of all trials, in units of what noise is made for."""
-        return self.mechanism.longest
+        return cls(setup, protocol, plan, mechanism, directions_of(setup), clients, 2.0 if replaced else 1.0)
 
     def outcomes(self, trials: int, tick: Callable[[int], None]) -> tuple[Values, Values]:
         """[outcomes, statistics] with and without the client."""
@@ -251,7 +205,7 @@ class Stage:
         for round_ in range(1, plan.rounds + 1):
             rounds.append(self._round(protocol, state, rng.child("round", round_)))
             state = rounds[-1].after
-        model = _by_block((published(state, protocol.averaging) - self.setup.initial).double().cpu())
+        model = by_block((published(state, protocol.averaging) - self.setup.initial).double().cpu())
         return Trial(rounds, model)
 
     def _round(self, protocol: Protocol, state: ServerState, rng: Rng) -> Heard:
@@ -263,10 +217,10 @@ class Stage:
             heard = torch.zeros(job.message.width(width), device=state.theta.device)
         released = job.message.decode(heard, width)[0]
         sent, _ = job.message.decode(torch.ones_like(heard), width)  # 1 where this round's support is
-        directions = torch.nn.functional.normalize(self.directions * _by_block(sent.double().cpu()))
-        unreachable = _by_block(unreachable_from_zero(released.cpu(), noise).double())
+        directions = torch.nn.functional.normalize(self.directions * by_block(sent.double().cpu()))
+        unreachable = by_block(unreachable_from_zero(released.cpu(), noise).double())
         shift = self.step * job.clip_norm / noise
-        return Heard(after, _by_block(released.double().cpu()) / noise, directions, unreachable.sum(1), shift)
+        return Heard(after, by_block(released.double().cpu()) / noise, directions, unreachable.sum(1), shift)
 
     def _existing(self, there: Tensor) -> Tensor:
         quiet, substitutes = torch.arange(BLOCKS, self.clients), torch.arange(self.clients, self.clients + BLOCKS)
@@ -334,92 +288,3 @@ def unreachable_from_zero(values: Tensor, noise_std: float) -> Tensor:
             reached |= (sample.astype(np.float64) * scale).astype(np.float32) == exact
         low, high = np.nextafter(low, np.float32(-np.inf)), np.nextafter(high, np.float32(np.inf))
     return torch.from_numpy(~reached)
-
-
-def _by_block(vector: Tensor) -> Tensor:
-    parts = vector.view(_TENSORS, _CLASSES, BLOCKS, _FEATURES)
-    return parts.permute(2, 0, 1, 3).reshape(BLOCKS, -1)
-
-
-def _clients(config: Config, cohort: int = _COHORT, fewest: int = _FEWEST) -> int:
-    """N: enough for a cohort in which nothing is rare, and for the fewest clients that a mechanism accepts."""
-    least = getattr(config.mechanism, "min_cohort", None) or 0
-    cohort = max(cohort, math.ceil(least + 6 * math.sqrt(least) + (BLOCKS / 2 if least else 0)))
-    clients = max(fewest, math.ceil(cohort / config.sample_rate))
-    if clients > _MOST or cohort > 20 * _COHORT:
-        raise ConfigError(
-            f"sample_rate={config.sample_rate:g} and cohorts of {cohort} need {clients:,} clients in a worst-case "
-            f"check, which has room for {_MOST:,} clients and cohorts of {20 * _COHORT}"
-        )
-    return clients
-
-
-def _population(config: Config, clients: int, opposite: bool) -> Packed:
-    """Loud clients (one per block), quiet ones up to N with one sample of zeros, and a substitute for each loud one."""
-    amplitude = _LOUDNESS * config.clip_norm / (config.local.learning_rate * 0.5 * math.sqrt(2 * _FEATURES * _TENSORS))
-    loud = amplitude * torch.eye(BLOCKS).repeat_interleave(_FEATURES, dim=1).repeat_interleave(_LOUD_SAMPLES, dim=0)
-    x = torch.cat([loud, loud, torch.zeros(1, BLOCKS * _FEATURES)])
-    y = torch.zeros(len(x), dtype=torch.int64)
-    y[len(loud) : 2 * len(loud)] = 1
-    first = _LOUD_SAMPLES * torch.arange(BLOCKS)
-    still = torch.full((clients - BLOCKS,), len(x) - 1)
-    sizes = torch.ones(clients + BLOCKS, dtype=torch.int64)
-    sizes[:BLOCKS] = _LOUD_SAMPLES
-    substitutes = first + len(loud) if opposite else torch.full((BLOCKS,), len(x) - 1)
-    if opposite:
-        sizes[clients:] = _LOUD_SAMPLES
-    return Packed(x, y, torch.cat([first, still, substitutes]), sizes, _CLASSES)
-
-
-def _directions(setup: Setup) -> Tensor:
-    """What the adversary knows: where each loud client's update points, [blocks, coordinates]."""
-    protocol = replace(setup.protocol, mask=None, clipping=None)
-    job = client_job(protocol, protocol.server.init(setup.initial))
-    own = torch.zeros(BLOCKS, _TENSORS * _CLASSES * _FEATURES, dtype=torch.float64)
-    for block in protocol.engine.map_clients(job, torch.arange(BLOCKS), setup.rng.child("directions")):
-        for update in block.bounded.value.double().cpu():
-            spread = _by_block(update)
-            owner = int(spread.square().sum(1).argmax())
-            own[owner] = spread[owner]
-    return torch.nn.functional.normalize(own)
-
-
-def _quiet_checks(case: WorstCase, sigma: float, longest: float, folder: Path, machine: Machine) -> tuple[Check, ...]:
-    """One run among clients who send zeros: all that is released is noise."""
-    shares = getattr(case.config.mechanism, "mode", "fast") == "exact"
-    small = (shares or case.config.sample_rate == 1) and case.config.clipping is None  # whose bit needs a large cohort
-    cohort = _SMALL_COHORT if small else _COHORT
-    clients = _clients(case.config, cohort, cohort)
-    config = replace(
-        case.config, rounds=_QUIET_ROUNDS, delta=case.trial_delta, epsilon=None, noise_multiplier=sigma,
-        local=replace(case.config.local, steps=1),
-    )  # fmt: skip
-    zeros = torch.zeros(clients, dtype=torch.int64)
-    population = Packed(torch.zeros(1, _QUIET_BLOCKS * _FEATURES), zeros[:1], zeros, zeros + 1, _CLASSES)
-    setup = _prepared(config, folder, machine, Tiny(_QUIET_BLOCKS), population)
-    mechanism = Overheard(setup.protocol.mechanism, inside=True)
-    engine, plan = Attended(setup.protocol.engine), setup.protocol.plan
-    protocol = replace(
-        setup.protocol, mechanism=mechanism, engine=engine, ledger=_endless(folder / "quiet.jsonl", plan)
-    )
-    state = first_state(protocol, setup.initial)
-    noise, cohorts = NoiseLog(mechanism.inner), CohortLog(plan.sampler)
-    with suitable_threads(setup.initial.device, protocol.layout.total):
-        for round_ in range(1, _QUIET_ROUNDS + 1):
-            state = run_round(protocol, state, setup.rng.child("round", round_)).state
-            cohorts.add(engine.last)
-            if mechanism.seen is not None:
-                noise.add(mechanism.seen)
-    return (messages_fit(max(longest, mechanism.longest)), *noise.checks(), *cohorts.checks())
-
-
-def _prepared(config: Config, folder: Path, machine: Machine, module: nn.Module, population: Packed) -> Setup:
-    test = Samples(population.x[:1], population.y[:1])
-    federation = Federation("a worst case", population, None, 0, test)
-    plain = replace(config, clients=None, evaluate="test", test_views=1)
-    return prepare(plain, folder / f"setup-{population.clients}.jsonl", machine, federation, module)
-
-
-def _endless(path: Path, plan: PrivacyPlan) -> Ledger:
-    """Each trial stands for the only one of its own run; one file counts them all."""
-    return Ledger(path, Budget(math.inf, plan.delta, plan.accountant, 10**9))
