@@ -32,7 +32,8 @@ def test_list__covers_the_files_that_privacy_rests_on() -> None:
         "clipping.py", "bounding.py", "norms.py", "fixed_point.py", "rounded_gaussian.py", "gaussian.py", "rng.py",
         "round.py", "sampling.py", "accounting.py", "accountants.py", "planning.py", "events.py", "ledger.py",
         "chain.py", "verification.py", "adaptive.py", "masks.py", "selection.py", "trials.py", "tally.py", "release.py",
-        "secure_sum.py", "grid.py", "lattice.py", "rejection.py", "discrete_gaussian.py", "poisson.py", "rounding.py", "member.py",
+        "secure_sum.py", "grid.py", "lattice.py", "rejection.py", "discrete_gaussian.py",
+        "poisson.py", "rounding.py", "member.py",
     } <= set(files)  # fmt: skip
 
 
