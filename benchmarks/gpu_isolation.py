@@ -14,7 +14,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,9 +72,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
 }
 
 
-def isolation(models: list[str]) -> list[dict[str, Any]]:
-    """Return a row for each model, precision and way to run."""
-    rows = []
+def isolation(models: list[str]) -> Iterator[dict[str, Any]]:
+    """Give a row for each model, precision and way to run."""
     for name in models:
         make, shape, batch = CASES[name]
         for half in (False, True):
@@ -85,9 +84,8 @@ def isolation(models: list[str]) -> list[dict[str, Any]]:
                     row |= touched(make(), half, how, shape, batch)
                 except Exception as error:
                     row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-                rows.append(row)
                 print(row, flush=True)
-    return rows
+                yield row
 
 
 def rounds(repeats: int = 25, clients: int = 136, steps: int = 30, device: str = "cuda") -> dict[str, float]:
@@ -141,8 +139,10 @@ def main() -> None:
     found["rounds"] = rounds()
     print(found["rounds"], flush=True)
     keep()
-    found["isolation"] = isolation(given.models or list(CASES))
-    keep()
+    found["isolation"] = []
+    for row in isolation(given.models or list(CASES)):
+        found["isolation"].append(row)
+        keep()
 
 
 if __name__ == "__main__":
