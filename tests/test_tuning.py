@@ -128,6 +128,16 @@ class Flips(Method):
         return inputs.roll(int(seed) + int(step), -1)
 
 
+def test_score__noise_is_never_rounded_down(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    search, asked = make_search([BASE, OTHER], DATA, LAW, "private"), []
+    module = make_model(BASE.model, DATA.train.shape, DATA.train.classes, seed=1).eval()
+    bench = trials._Trials(search, tmp_path, CPU, DATA, trials.make_rng(0), lambda config, index: None)
+    monkeypatch.setattr(trials.rounded_gaussian, "draw", lambda scale, *_: asked.append(scale) or [0])
+    bench.score(Run(tmp_path, {}, module, []), BASE, bench.rng)
+    exact = 0.5 * search.score_noise * 2**20
+    assert exact < asked[0] < exact * (1 + 1e-14)
+
+
 def test_score__of_a_client_without_samples_is_the_worst(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """0/0 is NaN, and NaN as a whole number would be -2^63: more than any noise hides."""
     search = make_search([BASE, OTHER], DATA, LAW, "public")

@@ -74,24 +74,25 @@ class TrialCount:
 
         Formal guarantee: K follows the law, for γ as it is in float64, up to 2^-800 in total variation.
         """
+        (k, chance), eta = self._first, Decimal(self.shape)
         with localcontext(Context(prec=_DIGITS)):
             u = Decimal(int.from_bytes(words.astype("<u8").tobytes(), "little")) / 2 ** (64 * WORDS)
-            k, chance, rise = self._exactly()
+            mean, rest = Decimal(self.mean), Decimal(0) if self.poisson else 1 - Decimal(self.gamma)
             total = chance
             while total <= u:
-                chance *= rise(k) / (k + 1)
+                chance *= (mean if self.poisson else rest * (k + eta)) / (k + 1)
                 total, k = total + chance, k + 1
             return k
 
-    def _exactly(self) -> tuple[int, Decimal, Callable[[int], Decimal]]:
-        """The smallest k, P[K=k], and (k+1)·P[K=k+1]/P[K=k] for every k; in the caller's context."""
-        if self.poisson:
-            mean = Decimal(self.mean)
-            return 0, (-mean).exp(), lambda k: mean
-        eta, gamma = Decimal(self.shape), Decimal(self.gamma)
-        log = -gamma.ln()
-        first = eta / ((eta * log).exp() - 1) if eta else 1 / log
-        return 1, (1 - gamma) * first, lambda k: (1 - gamma) * (k + eta)
+    @functools.cached_property
+    def _first(self) -> tuple[int, Decimal]:
+        """The smallest k, and its probability to all digits."""
+        with localcontext(Context(prec=_DIGITS)):
+            if self.poisson:
+                return 0, (-Decimal(self.mean)).exp()
+            eta, gamma = Decimal(self.shape), Decimal(self.gamma)
+            log = -gamma.ln()
+            return 1, (1 - gamma) * (eta / ((eta * log).exp() - 1) if eta else 1 / log)
 
 
 def log_mean(eta: float, gamma: float) -> float:

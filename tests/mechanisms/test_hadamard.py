@@ -58,3 +58,15 @@ def test_rotation__signs_follow_from_the_round() -> None:
     assert torch.equal(rotation.signs(3, CPU), rotation.signs(3, CPU))
     assert not torch.equal(rotation.signs(3, CPU), rotation.signs(4, CPU))
     assert set(rotation.signs(3, CPU).tolist()) == {-1.0, 1.0}
+
+
+def test_rotation__of_a_row_does_not_depend_on_the_others() -> None:
+    """To the last bit: rounding to whole numbers comes next, and must not show who else is in the block."""
+    generator = torch.Generator().manual_seed(0)
+    rotation = Rotation(5000)
+    rows, signs = torch.randn(9, 5000, generator=generator), rotation.signs(3, torch.device("cpu"))
+    together = rotation.forward(rows, signs)
+    for count in (1, 4, 9):
+        loud = torch.cat([1e30 * rows[count:], rows[:count]])
+        alone = rotation.forward(loud, signs)[-count:]
+        assert torch.equal(alone, together[:count])

@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from scipy import integrate, stats
@@ -13,6 +14,7 @@ from fedblur.errors import PrivacyError
 from fedblur.events import Gaussian, SelfComposed, Votes, from_json, to_json
 from fedblur.ledger import Budget, Ledger
 from fedblur.rng import Seeded, System
+from fedblur.voting import release
 from fedblur.voting.release import UNANSWERED, VoteNoise, plan_votes, release_labels
 from fedblur.voting.tally import VOTE_STEP, Tally, bounded
 
@@ -131,6 +133,29 @@ def test_invariant__one_client_moves_a_query_by_at_most_1() -> None:
     assert torch.equal(bounded(good), (good / VOTE_STEP).long())
     bad = torch.tensor([[1.0, 1, 0], [math.nan, 0, 0], [math.inf, 0, 0], [2, 0, 0], [1 + 1e-6, 0, 0]])
     assert float(bounded(bad).abs().max()) == 0
+
+
+def test_invariant__votes_are_rounded_towards_zero_and_their_length_is_compared_in_whole_numbers() -> None:
+    votes = torch.tensor([[0.75 * VOTE_STEP, -0.75 * VOTE_STEP], [1.5 * VOTE_STEP, -2.5 * VOTE_STEP]]).double()
+    assert bounded(votes).tolist() == [[0, 0], [1, -2]]
+    assert bounded(torch.tensor([[1.0, 0.9 * VOTE_STEP]], dtype=torch.float64)).tolist() == [[2**20, 0]]
+    longer = torch.tensor([[1.0, VOTE_STEP], [1.0, 2.0**-10]], dtype=torch.float64)  # by next to nothing
+    assert bounded(longer).tolist() == [[0, 0], [0, 0]]
+    units = torch.nn.functional.normalize(torch.randn(500, 7, dtype=torch.float64), dim=1)
+    assert max(sum(k * k for k in row) for row in bounded(units * (1 - 1e-12)).tolist()) <= 2**40
+
+
+def test_labels__noise_is_never_rounded_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    def listen(scale: float, count: int, source: object) -> np.ndarray:
+        asked.append(scale)
+        return np.zeros(count, dtype=np.int64)
+
+    monkeypatch.setattr(release.rounded_gaussian, "draw", listen)
+    release_labels(counts_of(1.0, 5), Votes(5, 1.1, 5, 3.3), 0.0, Seeded.root(0))
+    assert [scale > std / VOTE_STEP for scale, std in zip(asked, (1.1, 3.3), strict=True)] == [True, True]
+    assert asked == pytest.approx([1.1 / VOTE_STEP, 3.3 / VOTE_STEP], rel=1e-14)
 
 
 def test_tally__sums_votes_and_measures_on_held_out_samples_only() -> None:

@@ -55,9 +55,16 @@ class Rotation:
         return torch.from_numpy(2.0 * bits - 1.0).to(device)
 
     def forward(self, x: Tensor, signs: Tensor) -> Tensor:
-        """[rows, d] → [rows, d'], float64, every row's norm kept."""
+        """[rows, d] → [rows, d'], float64, every row's norm kept.
+
+        Formal guarantee: a row's result is a function of that row alone, to the last bit: rows are rotated one by one.
+        In one product for all of them, its last bits could depend on how many there are (docs/isolation.md).
+        """
         padding = (0, self.padded - self.dimension)
-        return self._mix(torch.nn.functional.pad(x.double(), padding) * signs)
+        rotated = x.new_empty(len(x), self.padded, dtype=torch.float64)
+        for row, source in zip(rotated, x, strict=True):
+            row.copy_(self._mix((torch.nn.functional.pad(source.double(), padding) * signs)[None])[0])
+        return rotated
 
     def inverse(self, y: Tensor, signs: Tensor) -> Tensor:
         """[rows, d'] → [rows, d]: undoes `forward`."""
