@@ -1,0 +1,53 @@
+"""A private round of CNN-B beside a seeded one: what exact noise, its key and the ledger's line cost."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+import fedblur
+from fedblur.data.population import Packed, Samples
+from fedblur.engines.local import EngineName
+from fedblur.round import run_round
+from fedblur.setup import Machine, prepare
+
+
+def rounds(
+    repeats: int = 25, clients: int = 136, steps: int = 30, device: str = "cuda", engine: EngineName = "vectorised"
+) -> dict[str, float]:
+    """Seconds of a round of CNN-B, private and seeded, in turns; the same block, the same cohort of all clients."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (clients * 64, 1, 28, 28), generator=generator, dtype=torch.uint8)
+    y = torch.randint(0, 62, (clients * 64,), generator=generator)
+    owners = torch.arange(clients).repeat_interleave(64)
+    train = Packed.from_owners(x, y, owners, 62)
+    data = fedblur.Federation("noise", train, None, 0, Samples(x[:64], y[:64]))
+    sides = {}
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    with tempfile.TemporaryDirectory() as folder:
+        for name, seed in (("seeded", 0), ("private", None)):
+            config = fedblur.Config(
+                model="cnn", method=["blur", "lus"], noise_multiplier=2.0, sample_rate=1.0, sampling="full",
+                rounds=1000, delta=1e-5, clip_norm=0.03, seed=seed,
+                local={"steps": steps, "batch_size": 64, "learning_rate": 0.03},
+            )  # fmt: skip
+            (Path(folder) / name).mkdir()
+            setup = prepare(config, Path(folder) / name / "ledger.jsonl", Machine(device=device, engine=engine), data)
+            print(name, setup.machine, flush=True)
+            sides[name] = setup
+        states = {name: setup.protocol.server.init(setup.initial) for name, setup in sides.items()}
+        took: dict[str, list[float]] = {name: [] for name in sides}
+        for turn in range(repeats + 3):
+            for name, setup in sides.items():
+                wait()
+                began = time.perf_counter()
+                states[name] = run_round(setup.protocol, states[name], setup.rng.child("round", turn)).state
+                wait()
+                took[name].append(time.perf_counter() - began)
+    medians = {name: statistics.median(seconds[3:]) for name, seconds in took.items()}
+    ratio = statistics.median(p / s for p, s in zip(took["private"][3:], took["seeded"][3:], strict=True))
+    return {**{f"{name} ms": 1e3 * value for name, value in medians.items()}, "private ÷ seeded": ratio}
