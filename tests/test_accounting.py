@@ -24,7 +24,7 @@ from fedblur.accounting import (
 from fedblur.errors import ConfigError, PrivacyError
 from fedblur.events import Composed, Event, FixedSizeSampled, Gaussian, PoissonSampled, SelfComposed
 from fedblur.mechanisms.gaussian import Gaussian as GaussianMechanism
-from fedblur.mechanisms.rounded_gaussian import TAIL
+from fedblur.mechanisms.rejection import TAIL
 from fedblur.sampling import Fixed, Poisson
 
 BOTH: list[Accountant] = ["pld", "rdp"]

@@ -80,7 +80,7 @@ def test_references__say_that_they_protect_nobody(words: list[str], warning: str
     result = CliRunner().invoke(app, ["run", *words, "--rounds", "2", "--quiet", "--out", str(tmp_path / "run")])
     assert result.exit_code == 0, result.output
     assert warning in result.stdout
-    assert "ε = inf" in result.stdout
+    assert "ε = ∞" in result.stdout
 
 
 @pytest.mark.parametrize(

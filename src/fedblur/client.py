@@ -24,7 +24,7 @@ from fedblur.compiling import Compiled
 from fedblur.config import LocalTraining
 from fedblur.data.population import Shard, as_input
 from fedblur.dropout import SeededDropout
-from fedblur.functional import Forward, Layout, Params
+from fedblur.functional import Forward, Layout, Params, add, add_to, add_where, zeros_for
 from fedblur.methods import Gradient, Method
 from fedblur.norms import in_one_pass, row_norms
 from fedblur.reading import Batch, read_batches
@@ -82,7 +82,7 @@ class LocalProgram:
     ) -> tuple[Params, Params]:  # fmt: skip
         """Δ ← Δ − η·(g + the methods' terms); a step whose indices are all padding is the identity."""
         local = self.local
-        theta = _add(start, delta)
+        theta = add(start, delta)
         batch = self._viewed(batch, seed, step)
         weights = batch.descent if self._linear else batch.weights
         gradient_at: Gradient = partial(self._gradient, batch, weights, self.methods, seed, step)
@@ -93,13 +93,13 @@ class LocalProgram:
         if local.weight_decay:
             terms.append({name: local.weight_decay * tensor for name, tensor in theta.items()})
         if self._linear:
-            delta = _add_to(delta, gradient) if self.plain else _add(delta, gradient)
+            delta = add_to(delta, gradient) if self.plain else add(delta, gradient)
         else:
             terms.append(gradient)
         if terms:
-            gradient = reduce(_add, terms)
+            gradient = reduce(add, terms)
             if local.momentum:
-                velocity = gradient = _add(gradient, velocity, local.momentum)
+                velocity = gradient = add(gradient, velocity, local.momentum)
             delta = {name: torch.addcmul(delta[name], batch.rate, gradient[name], value=-1) for name in delta}
         for method in self.methods:
             delta = method.after_step(delta, clip_norm)
@@ -113,7 +113,7 @@ class LocalProgram:
     def score(self, start: Params, delta: Params, batch: Batch) -> Params:
         """Σ ∇f over these samples at the end point, without dropout and without what the methods add."""
         batch = batch._replace(inputs=as_input(batch.inputs))
-        return self._gradient(batch, batch.weights, (), None, 0, _add(start, delta))
+        return self._gradient(batch, batch.weights, (), None, 0, add(start, delta))
 
     def shape(self, which: int, delta: Params, total: Params, count: Tensor) -> Params:
         """What method number `which` makes of the update, given the sum of `count` samples' gradients."""
@@ -215,7 +215,7 @@ def run_steps(
     start: Params, clip_norm: Tensor, x: Tensor, y: Tensor, plan: Tensor, seeds: Tensor,
 ) -> Params:  # fmt: skip
     """Q local steps from Δ = 0."""
-    delta = {name: _zeros(tensor, seeds.shape) for name, tensor in start.items()}
+    delta = {name: zeros_for(tensor, seeds.shape) for name, tensor in start.items()}
     # Not the same tensors as Δ: a tracer would take the two for one.
     velocity = {name: torch.zeros_like(tensor) for name, tensor in delta.items()} if local.momentum else {}
     for q, batch in enumerate(read_batches(x, y, plan, local.learning_rate)):
@@ -248,7 +248,7 @@ def _score_gradient(job: ClientJob, steps: Steps, delta: Params, shard: Shard, c
     present = (chunks >= 0).any(-1)  # [*clients, chunks]
     for which, batch in enumerate(read_batches(shard.x, shard.y, chunks)):
         part = steps.score(job.start, delta, batch)
-        total = part if total is None else _add_where(present[..., which], total, part)
+        total = part if total is None else add_where(present[..., which], total, part)
     assert total is not None
     return total, (chunks >= 0).sum((-1, -2)).clamp(min=1)
 
@@ -296,30 +296,6 @@ def _slope(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
 def _repeated(tensor: Tensor, times: int) -> Tensor:
     """Each row `times` times, copies side by side."""
     return tensor[:, None].expand(-1, times, *tensor.shape[1:]).flatten(0, 1)
-
-
-def _add(a: Params, b: Params, scale: float = 1.0) -> Params:
-    return {name: torch.add(a[name], b[name], alpha=scale) for name in a}
-
-
-def _add_where(chosen: Tensor, a: Params, b: Params) -> Params:
-    """a + b for the clients that are chosen, a for the others."""
-    added = _add(a, b)
-    lead, ones = chosen.shape, chosen.dim()
-    return {
-        name: torch.where(chosen.view(*lead, *[1] * (tensor.dim() - ones)), added[name], tensor)
-        for name, tensor in a.items()
-    }
-
-
-def _add_to(a: Params, b: Params) -> Params:
-    """Into the memory of `a`, which its owner does not read again."""
-    return {name: tensor.add_(b[name]) for name, tensor in a.items()}
-
-
-def _zeros(tensor: Tensor, lead: torch.Size) -> Tensor:
-    """Zeros for each client; for one client in the tensor's own memory format."""
-    return tensor.new_zeros(*lead, *tensor.shape) if lead else torch.zeros_like(tensor)
 
 
 def _norm(delta: Params, lead: int) -> Tensor:

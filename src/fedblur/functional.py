@@ -199,3 +199,28 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for layer, mode in modes:
             layer.training = mode
+
+
+def add(a: Params, b: Params, scale: float = 1.0) -> Params:
+    """Return a + scale·b."""
+    return {name: torch.add(a[name], b[name], alpha=scale) for name in a}
+
+
+def add_where(chosen: Tensor, a: Params, b: Params) -> Params:
+    """a + b for the clients that are chosen, a for the others."""
+    added = add(a, b)
+    lead, ones = chosen.shape, chosen.dim()
+    return {
+        name: torch.where(chosen.view(*lead, *[1] * (tensor.dim() - ones)), added[name], tensor)
+        for name, tensor in a.items()
+    }
+
+
+def add_to(a: Params, b: Params) -> Params:
+    """Into the memory of `a`, which its owner does not read again."""
+    return {name: tensor.add_(b[name]) for name, tensor in a.items()}
+
+
+def zeros_for(tensor: Tensor, lead: torch.Size) -> Tensor:
+    """Zeros for each client; for one client in the tensor's own memory format."""
+    return tensor.new_zeros(*lead, *tensor.shape) if lead else torch.zeros_like(tensor)

@@ -149,20 +149,7 @@ def prepare(
         Message(config.bounding),
     )  # fmt: skip
     work = Work(job, trained, shape, classes, plan.expected_cohort, config.rounds)
-    choice = _choice(work, machine, device, processes)
-    engine: Engine
-    if processes.engine is not None:
-        engine = processes.engine
-    else:
-        engine = _engine(work, data, trained, device, choice, plan, processes.world)
-        if rng.private and plan.noise_multiplier > 0 and _interfere(engine, work, data):
-            if machine.engine != "auto":
-                raise PrivacyError(
-                    f"engine={machine.engine!r} is not private here: on this machine one client's update of this model "
-                    "changes others in their last bits; use --engine sequential"
-                )
-            choice = Choice("sequential", "vectorised lets clients of this model change each other's last bits")
-            engine = _engine(work, data, trained, device, choice, plan, processes.world)
+    engine, choice = _engine(work, data, plan, machine, device, processes, rng.private and plan.noise_multiplier > 0)
     protocol = Protocol(
         plan=plan,
         engine=engine,
@@ -187,13 +174,33 @@ def prepare(
 
 
 def _engine(
-    work: Work, data: Federation, module: nn.Module, device: torch.device, choice: Choice, plan: PrivacyPlan, world: int
+    work: Work, data: Federation, plan: PrivacyPlan, machine: Machine, device: torch.device, processes: Processes,
+    private: bool,
+) -> tuple[Engine, Choice]:  # fmt: skip
+    """Return the engine of a run, in which clients of a private run cannot touch each other, and why it was chosen."""
+    choice = _choice(work, machine, device, processes)
+    if processes.engine is not None:
+        return processes.engine, choice
+    engine = _made(work, data, plan, device, choice, processes.world)
+    if not (private and _interfere(engine, work, data)):
+        return engine, choice
+    if machine.engine != "auto":
+        raise PrivacyError(
+            f"engine={machine.engine!r} is not private here: on this machine one client's update of this model "
+            "changes others in their last bits; use --engine sequential"
+        )
+    choice = Choice("sequential", "vectorised lets clients of this model change each other's last bits")
+    return _made(work, data, plan, device, choice, processes.world), choice
+
+
+def _made(
+    work: Work, data: Federation, plan: PrivacyPlan, device: torch.device, choice: Choice, world: int
 ) -> LocalEngine | WorkerEngine:
     """Make the engine of this choice, its blocks as large as one process's part of a cohort wants them."""
     cohort, spread = plan.expected_cohort / world, plan.sampler.cohort_spread / math.sqrt(world)
     steps = work.rounds * work.job.local.steps
     return choose_engine(
-        data.train, module, work.job.layout.total, device, choice.kind, steps=steps, cohort=cohort, spread=spread
+        data.train, work.module, work.job.layout.total, device, choice.kind, steps=steps, cohort=cohort, spread=spread
     )
 
 
