@@ -10,13 +10,10 @@ that moves by more than S (compared in whole numbers), or a sum that moves by an
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -159,29 +156,17 @@ def table(found: dict[str, Counts]) -> str:
     return "\n".join([head, "|---|---|---|---|---|---|---|", *rows])
 
 
-def write_table(page: Path, found: dict[str, Counts]) -> None:
-    """Write the table between the page's markers."""
-    text = page.read_text(encoding="utf-8")
-    before, rest = text.split("--page docs/isolation.md -->\n", 1)
-    when = f"{os.cpu_count()} CPU cores, torch {torch.__version__}, {datetime.now(UTC):%d %B %Y}."
-    body = f"{when}\n\n{table(found)}\n" + rest[rest.index("<!-- end of neighbours -->") :]
-    page.write_text(f"{before}--page docs/isolation.md -->\n{body}", encoding="utf-8")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=10_000, help="trials for each engine")
     parser.add_argument("--engine", choices=[*ENGINES], action="append", help="default: all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--page", type=Path, help="a page whose table is written anew")
     given = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, Counts] = {}
     for engine in given.engine or [*ENGINES]:
         found[engine] = count_violations(engine, given.count, given.seed)
         print(table({engine: found[engine]}).splitlines()[-1], flush=True)
-    if given.page:
-        write_table(given.page, found)
     return min(1, sum(counts.violations for counts in found.values()))
 
 
