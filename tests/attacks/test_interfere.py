@@ -91,13 +91,13 @@ def guesses(played: Game, trials: int, rng: Rng | None = None) -> int:
 def test_interfere__60_trials_are_at_chance(tmp_path: Path, engine: Any, others: int) -> None:
     """The best adversary is right with probability Φ(1/2σ), 58 %, where (ε, δ) allows 73 %: 35 of 60 on average.
 
-    Chance alone passes 36 about one time in three, so the noise is seeded; this seed's guesses were right 33 and 32
-    times where nobody touched another's message. What decides are the first two lines, and the long test below.
+    Chance alone passes 36 about one time in three, so the noise is seeded. Of twelve seeds (29 to 43 right, 34.5 on
+    average) this one had 33 and 31, near the middle. What decides are the first two lines, and the long test below.
     """
     played = start(tmp_path, others, Machine(device="cpu", engine=engine))
     assert changed(played) == 0
     assert 0.9 < moved(played) <= 1
-    assert guesses(played, 60, Seeded.root(6)) <= 36
+    assert guesses(played, 60, Seeded.root(4)) <= 36
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
