@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from fedblur.audit import Finding, WorstCase, check_worst_case, one_shot
-from fedblur.config import Config, from_dict
+from fedblur.core.config import Config, from_dict
+from fedblur.experiments.audit import Finding, WorstCase, check_worst_case, one_shot
 
 SETTINGS: tuple[dict[str, object], ...] = (
     {"rounds": 1, "sample_rate": 1.0, "sampling": "full"},

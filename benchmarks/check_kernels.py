@@ -20,7 +20,7 @@ Errors = list[list[float]]
 
 
 def check(part: int, processes: int) -> tuple[Errors, Errors, float]:
-    from tests.kernels.test_triton_conv import cases, dropout_difference, errors, pool_cases, pool_errors
+    from tests.accel.kernels.test_triton_conv import cases, dropout_difference, errors, pool_cases, pool_errors
 
     cuda, half = torch.device("cuda"), torch.bfloat16
     plain = [errors(case, cuda, half) for case in cases(60)[part::processes]]
@@ -45,9 +45,9 @@ def main() -> None:
     print(f"86 convolutions, worst relative error ({names}):", [f"{value:.1e}" for value in plain])
     print(f"36 pooled convolutions ({names}):", [f"{value:.1e}" for value in pooled])
     print(f"convolution + ReLU + dropout: {dropped:.1e}")
-    from tests.kernels.test_dense_update import SHAPES
-    from tests.kernels.test_dense_update import errors as dense_errors
-    from tests.kernels.test_triton_clip import clip_faults
+    from tests.accel.kernels.test_dense_update import SHAPES
+    from tests.accel.kernels.test_dense_update import errors as dense_errors
+    from tests.accel.kernels.test_triton_clip import clip_faults
 
     dense = worst([dense_errors(shape, torch.device("cuda"), torch.bfloat16) for shape in SHAPES])
     print("dense updates (Δ, bf16 weights, Σ Δ²):", [f"{value:.1e}" for value in dense])

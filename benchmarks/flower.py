@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedblur.engines.flower.settings import Deployment
+from fedblur.flower.settings import Deployment
 
 
 def client_data(node):

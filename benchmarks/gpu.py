@@ -22,17 +22,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedblur.client import Block, ClientJob, How
-from fedblur.config import LocalTraining
+from fedblur.core.config import LocalTraining
+from fedblur.core.registry import build
+from fedblur.core.rng import Seeded
 from fedblur.data.population import Packed
 from fedblur.engines import LocalEngine
-from fedblur.functional import Layout, as_function, initial_vector
-from fedblur.methods import Method
-from fedblur.methods.blur import Blur
-from fedblur.methods.lus import Lus
-from fedblur.models import make_model
-from fedblur.registry import build
-from fedblur.rng import Seeded
+from fedblur.engines.local import How
+from fedblur.learning.client import Block, ClientJob
+from fedblur.learning.methods import Method
+from fedblur.learning.methods.blur import Blur
+from fedblur.learning.methods.lus import Lus
+from fedblur.learning.models import make_model
+from fedblur.learning.module_function import Layout, as_function, initial_vector
 
 BANDWIDTH = 4.3e12  # bytes/s, a device-to-device copy on one H200
 CUDA = torch.device("cuda")

@@ -20,14 +20,14 @@ import torch
 from private_rounds import rounds
 from torch import nn
 
-from fedblur.client import How
-from fedblur.config import LocalTraining
+from fedblur.core.config import LocalTraining
+from fedblur.core.registry import build
+from fedblur.core.rng import Seeded
 from fedblur.engines import LocalEngine
-from fedblur.models import make_model
-from fedblur.registry import build
-from fedblur.rng import Seeded
+from fedblur.engines.local import How
+from fedblur.learning.models import make_model
 from tests.engines.neighbours import METHODS, messages, same_bits
-from tests.engines.test_isolation import FAMILIES
+from tests.engines.test_isolation_check import FAMILIES
 from tests.worlds import job_for, packed
 
 CUDA = torch.device("cuda")

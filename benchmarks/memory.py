@@ -17,10 +17,11 @@ from pathlib import Path
 
 import torch
 
-from fedblur.config import Config, LocalTraining
+from fedblur.core.config import Config, LocalTraining
 from fedblur.data.population import Federation, Packed, Samples
-from fedblur.round import run_round
-from fedblur.setup import Machine, prepare
+from fedblur.training.machine import Machine
+from fedblur.training.round import run_round
+from fedblur.training.setup import prepare
 
 LIMIT = 6.0  # GiB
 
@@ -53,7 +54,7 @@ def peak(clients: int, steps: int, batch: int) -> tuple[float, float, str]:
         began = time.perf_counter()
         run_round(setup.protocol, setup.protocol.server.init(setup.initial), setup.rng.child("round", 1))
         seconds = time.perf_counter() - began
-    return most_memory(), seconds, setup.machine
+    return most_memory(), seconds, setup.source.machine
 
 
 def most_memory() -> float:

@@ -27,9 +27,9 @@ from harness.report import BUSY, describe_machine
 from numpy.typing import NDArray
 from private_rounds import rounds
 
-from fedblur.mechanisms import rounded_gaussian
-from fedblur.mechanisms.discrete_gaussian import sample_discrete_gaussian
-from fedblur.rng import Lane, System
+from fedblur.core.rng import Lane, System
+from fedblur.privacy.mechanisms import rounded_gaussian
+from fedblur.privacy.mechanisms.ddgauss import sample_discrete_gaussian
 
 BEGIN, END = "<!-- make bench writes the noise from here -->", "<!-- end of the noise -->"
 COUNTS, THREADS = (10**4, 10**6, 10**7), (1, 2)

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedblur.kernels.native import library
-from fedblur.kernels.single import SingleClientLayers
+from fedblur.accel.kernels.cpu_layers import SingleClientLayers
+from fedblur.accel.kernels.native import library
 
 SHAPES = [(26, 32, 64), (14, 32, 64), (34, 16, 32), (34, 64, 64), (18, 64, 128), (10, 128, 256), (6, 256, 256)]
 BATCH = 64

@@ -12,8 +12,9 @@ import torch
 import fedblur
 from fedblur.data.population import Packed, Samples
 from fedblur.engines.local import EngineName
-from fedblur.round import run_round
-from fedblur.setup import Machine, prepare
+from fedblur.training.machine import Machine
+from fedblur.training.round import run_round
+from fedblur.training.setup import prepare
 
 
 def rounds(
@@ -37,7 +38,7 @@ def rounds(
             )  # fmt: skip
             (Path(folder) / name).mkdir()
             setup = prepare(config, Path(folder) / name / "ledger.jsonl", Machine(device=device, engine=engine), data)
-            print(name, setup.machine, flush=True)
+            print(name, setup.source.machine, flush=True)
             sides[name] = setup
         states = {name: setup.protocol.server.init(setup.initial) for name, setup in sides.items()}
         took: dict[str, list[float]] = {name: [] for name in sides}

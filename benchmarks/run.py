@@ -28,7 +28,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="of PyTorch in each process; default: as many as PyTorch chooses")
     names = [workload.name for workload in WORKLOADS]
     parser.add_argument("--workloads", nargs="+", default=names, choices=names)
-    parser.add_argument("--out", type=Path, help="write only to this folder, not to benchmarks/results and the READMEs")
+    parser.add_argument("--out", type=Path, help="write only to this folder, not to benchmarks/results and the pages")
     return parser.parse_args()
 
 

@@ -21,10 +21,11 @@ import numpy as np
 from harness.pictures import save_svg
 from harness.report import describe_machine
 
-from fedblur.config import Config, LocalTraining
+from fedblur.core.config import Config, LocalTraining
 from fedblur.engines import suitable_threads
-from fedblur.round import run_round
-from fedblur.setup import Machine, prepare
+from fedblur.training.machine import Machine
+from fedblur.training.round import run_round
+from fedblur.training.setup import prepare
 
 COHORTS = (25, 50, 100, 200, 400, 800)
 STEPS = (5, 10, 20, 40, 80)
@@ -43,10 +44,9 @@ class Point:
     cpu_seconds: float  # of this process: what other work on the machine does not change
 
 
-def round_seconds(population: int, cohort: int, steps: int, rounds: int) -> Point:
-    """The fastest of `rounds` rounds after some to warm up: a step is traced after 128 calls at most."""
-    warm = 2 + 128 // steps
-    config = Config(
+def configured(population: int, cohort: int, steps: int) -> Config:
+    """Return the configuration of which rounds are measured."""
+    return Config(
         dataset={"name": "synthetic", "min_samples": 50, "max_samples": 50, "held_out_clients": 1},
         clients=population,
         model={"name": "mlp", "hidden": (32,)},
@@ -59,6 +59,11 @@ def round_seconds(population: int, cohort: int, steps: int, rounds: int) -> Poin
         method=["blur", "lus"],
         seed=0,
     )
+
+
+def round_seconds(population: int, cohort: int, steps: int, rounds: int) -> Point:
+    """The fastest of `rounds` rounds after some to warm up: a step is traced after 128 calls at most."""
+    warm, config = 2 + 128 // steps, configured(population, cohort, steps)
     with tempfile.TemporaryDirectory() as folder:
         setup = prepare(config, Path(folder) / "ledger.jsonl", Machine(device="cpu", engine="vectorised"))
         protocol, clock, cpu = setup.protocol, [], []

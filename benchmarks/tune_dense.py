@@ -17,9 +17,10 @@ import gpu
 import torch
 from triton.testing import do_bench_cudagraph
 
-from fedblur import client, compiling
-from fedblur.kernels import dense_ops, triton_dense
-from fedblur.kernels.updating import fuse_updates
+from fedblur.accel import compile as compiling
+from fedblur.accel.kernels import operators, triton_dense
+from fedblur.accel.kernels.dense_update import fuse_updates
+from fedblur.engines import local
 
 _SHAPES = [([64, 128], 8), ([128, 64], 8), ([64, 64], 4), ([32, 128], 4), ([64, 128], 4), ([32, 256], 8)]  # tile, warps
 _LOOPS = [(1, 3), (2, 3), (4, 3), (8, 3), (16, 3), (1, 4), (1, 2)]  # programs to a multiprocessor, loads ahead
@@ -32,13 +33,13 @@ def search() -> None:
     x = torch.randn(clients, batch, inputs, device="cuda").bfloat16()
     delta, start = torch.randn(clients, outputs, inputs).cuda(), torch.randn(outputs, inputs).cuda()
     decay = torch.rand(clients, device="cuda")
-    best = math.inf, dense_ops.TILE, (triton_dense.PROGRAMS, triton_dense.STAGES[0], triton_dense.WARPS)
+    best = math.inf, operators.TILE, (triton_dense.PROGRAMS, triton_dense.STAGES[0], triton_dense.WARPS)
     for (tile, warps), (programs, stages) in itertools.product(_SHAPES, _LOOPS):
         _set(programs, stages, warps)
         took = median_milliseconds(lambda tile=tile: triton_dense.update(slope, x, delta, decay, start, tile))
         print(f"tile {tile}, {programs} programs each, {stages} stages, {warps} warps: {took:.3f} ms", flush=True)
         best = min(best, (took, tile, (programs, stages, warps)))
-    dense_ops.TILE[:] = best[1]
+    operators.TILE[:] = best[1]
     _set(*best[2])
     product = torch.empty(clients, outputs, inputs, device="cuda", dtype=torch.bfloat16)
     alone = median_milliseconds(lambda: torch.bmm(slope, x, out=product))
@@ -71,8 +72,8 @@ def main() -> None:
         for fused in (True, False):
             print("one kernel:" if fused else "product and update apart:", flush=True)
             compiling.fuse_updates = fuse_updates if fused else lambda graph: 0
-            client._compiled_steps.cache_clear()
-            client.many_clients.cache_clear()
+            local._compiled_steps.cache_clear()
+            local.steps_for.cache_clear()
             gpu.measure(key, options.ways if fused else ["compiled"], options.repeats, profile=True)
 
 

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from triton.testing import do_bench_cudagraph
 
-from fedblur.kernels import triton_conv as conv
-from fedblur.kernels import triton_conv_pool as pool
-from fedblur.kernels import triton_weight_grad as weight
-from fedblur.kernels.geometry import PROGRAMS, Geometry, Tiles
+from fedblur.accel.kernels import triton_conv as conv
+from fedblur.accel.kernels import triton_conv_pool as pool
+from fedblur.accel.kernels.geometry import Geometry
+from fedblur.accel.kernels.triton_common import PROGRAMS, Tiles
 
 SHAPES = {
     "cnn conv1+pool": Geometry(136, 64, 1, 28, 28, 32, (3, 3), (1, 1), (0, 0), (1, 1)),
@@ -58,7 +58,7 @@ def candidates(kind: str, g: Geometry, own: Tiles) -> list[Tiles]:
 def trials(options: argparse.Namespace) -> Iterator[Trial]:
     for name in (n for n in SHAPES if n.split()[0] in options.shapes):
         g, pooled = SHAPES[name], name.endswith("+pool")
-        out_h, out_w = pool.pooled_size(g) if pooled else g.out_size
+        out_h, out_w = g.pooled_size if pooled else g.out_size
         x = torch.randn(g.clients, g.batch, g.height, g.width, g.channels, device="cuda").bfloat16()
         w = torch.randn(g.clients, g.outputs, *g.kernel, g.channels, device="cuda").bfloat16()
         gy = torch.randn(g.clients, g.batch, out_h, out_w, g.outputs, device="cuda").bfloat16()
@@ -66,7 +66,7 @@ def trials(options: argparse.Namespace) -> Iterator[Trial]:
         runs: dict[str, tuple[Any, Callable[[], Any]]] = {
             "forward": (conv, lambda x=x, w=w, g=g: conv.forward(x, w, None, g)),
             "input_grad": (conv, lambda gy=gy, w=w, g=g: conv.input_grad(gy, w, g)),
-            "weight_grad": (weight, lambda gy=gy, x=x, g=g: weight.weight_grad(gy, x, g)),
+            "weight_grad": (conv, lambda gy=gy, x=x, g=g: conv.weight_grad(gy, x, g)),
         }
         if pooled:
             runs = {
@@ -86,14 +86,14 @@ def attempt(trial: Trial, measure: Callable[[Callable[[], Any]], float]) -> floa
     _, kind, module, _, tiles, programs, run = trial
     own = getattr(module, f"{kind}_tiles")
     setattr(module, f"{kind}_tiles", lambda g: tiles)
-    weight.PROGRAMS = pool.PROGRAMS = programs
+    conv.PROGRAMS = pool.PROGRAMS = programs
     try:
         return measure(run)
     except Exception:  # a tile that does not fit the chip
         return None
     finally:
         setattr(module, f"{kind}_tiles", own)
-        weight.PROGRAMS = pool.PROGRAMS = PROGRAMS
+        conv.PROGRAMS = pool.PROGRAMS = PROGRAMS
 
 
 def once(run: Callable[[], Any]) -> float:

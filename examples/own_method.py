@@ -3,8 +3,8 @@
     fedblur run --plugin examples/own_method.py --method project --epsilon 2
     fedblur run examples/own_method.toml                                       # the same, from a file
 
-The contract (fedblur.methods.Method): pure functions on one client's tensors, no branch on data, so that a whole block
-of clients runs at once. Whatever a method does, the clip comes after it: it cannot weaken the privacy guarantee.
+The contract (fedblur.Method): pure functions on one client's tensors, no branch on data, so that a whole block of
+clients runs at once. Whatever a method does, the clip comes after it: it cannot weaken the privacy guarantee.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from fedblur import register
-from fedblur.errors import ConfigError
-from fedblur.methods import Method, global_norm
+from fedblur.core.errors import ConfigError
+from fedblur.learning.methods import Method, global_norm
 
 
 @register("method", "project")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,19 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is first imported: n
 REAL_DATA = Path(__file__).resolve().parents[1] / "../shared/data"
 
 
+SLOW = Path(__file__).with_name("slow.txt")
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of minutes are for `make test-long`: the suite stays under ten minutes."""
+    """Mark what slow.txt names; tests of minutes are for `make test-long`."""
+    slow = {line for line in SLOW.read_text(encoding="utf-8").splitlines() if not line.startswith("#")}
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        if {item.nodeid.partition("[")[0], file} & slow:
+            item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("xdist_group") is None:  # a file's tests share a process, and so its fixtures
+            item.add_marker(pytest.mark.xdist_group(file))
     if os.environ.get("FEDBLUR_LONG") == "1":
         return
     for item in items:
@@ -43,14 +54,17 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def hub_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The real data sets in the hub's layout: hub_dir/femnist/train-*.parquet and so on."""
-    unpack = REAL_DATA / "unpack.py"
-    if not unpack.is_file():
-        pytest.skip("the real data sets are not here (../shared/data/unpack.py beside the repository)")
-    folder = _shared_folder(tmp_path_factory) / "hub"
-    with FileLock(f"{folder}.lock"):
-        if not (folder / "done").exists():
-            subprocess.run([sys.executable, str(unpack), "hub", str(folder)], check=True, capture_output=True)
-            (folder / "done").touch()
-    return folder
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Unpack a real data set in the hub's layout, FOLDER/mnist/train-*.parquet and so on, and return FOLDER."""
+    script, folder = REAL_DATA / "unpack.py", _shared_folder(tmp_path_factory) / "hub"
+
+    def unpack(name: str) -> Path:
+        if not script.is_file():
+            pytest.skip("the real data sets are not here (../shared/data/unpack.py beside the repository)")
+        with FileLock(f"{folder}-{name}.lock"):
+            if not (folder / f"{name} is done").exists():
+                subprocess.run([sys.executable, str(script), "hub", str(folder), name], check=True, capture_output=True)
+                (folder / f"{name} is done").touch()
+        return folder
+
+    return unpack

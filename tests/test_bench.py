@@ -55,11 +55,11 @@ def test_report__a_failed_system_and_a_different_sum_are_listed_with_the_reason(
     assert "busy" not in text
 
 
-def test_readme__table_is_that_of_the_results_file(tmp_path: Path) -> None:
+def test_performance_page__table_is_that_of_the_results_file(tmp_path: Path) -> None:
     from harness.front import BEGIN, END, render_front
 
-    front = BENCHMARKS.parent / "README.md"
-    copy = tmp_path / "README.md"
+    front = BENCHMARKS.parent / "docs/performance.md"
+    copy = tmp_path / "performance.md"
     copy.write_text(front.read_text())
     render_front(BENCHMARKS / "results", copy)
     assert copy.read_text() == front.read_text()
@@ -99,7 +99,7 @@ def test_noise__peers_draw_what_they_are_said_to(monkeypatch: pytest.MonkeyPatch
     import noise
     from scipy import stats
 
-    from fedblur.rng import Seeded
+    from fedblur.core.rng import Seeded
 
     monkeypatch.setattr(noise, "SCALE", 20.3)
     for draw in (noise.canonne, noise.karney):

@@ -27,7 +27,7 @@ def test_own_model__is_forty_lines_and_private_with_its_statement(tmp_path: Path
 
 
 def test_own_method__is_used_from_a_file(tmp_path: Path) -> None:
-    """From the command line: tests/test_plugins.py."""
+    """From the command line: tests/core/test_plugins.py."""
     words = ["run", str(EXAMPLES / "own_method.toml"), "--set", "method.project.radius=2", "--rounds", "3", "--quiet"]
     assert "status    complete" in run("-m", "fedblur", *words, cwd=tmp_path)
     (config,) = (tmp_path / "runs").glob("*/config.json")
@@ -38,3 +38,17 @@ def test_own_method__the_commands_in_its_docstring_are_right() -> None:
     text = (EXAMPLES / "own_method.py").read_text(encoding="utf-8")
     assert "--plugin examples/own_method.py --method project" in text
     assert "fedblur run examples/own_method.toml" in text
+
+
+def test_quickstart__has_three_rows_and_make_run_ends_with_the_report_s_path(tmp_path: Path) -> None:
+    rule = re.search(r"^run:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert rule is not None
+    table, report = (line.split("fedblur ")[1].split() for line in rule[1].splitlines())
+    assert table == ["table", "examples/quickstart.toml", "--out", "runs/quickstart"]
+    assert report == ["report", "runs/quickstart"]
+    short = ["--set", "rounds=2", "--set", "eval_every=1"]
+    run("-m", "fedblur", "table", str(EXAMPLES / "quickstart.toml"), *table[2:], *short, "--quiet", cwd=tmp_path)
+    last = run("-m", "fedblur", *report, cwd=tmp_path).splitlines()[-1]
+    page = (tmp_path / last.removeprefix("Report: ")).read_text(encoding="utf-8")
+    for label in ("DP-FedAvg", "DP-FedAvg + BLUR + LUS", "recipe, untuned"):
+        assert label in page

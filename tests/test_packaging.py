@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import fedblur
-from fedblur.version import version
+from fedblur.core.version import version
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -111,6 +111,6 @@ def test_wheel__installs_into_an_empty_environment_and_trains_there(wheel: Path,
     assert "pip install 'fedblur[flower]'" in refused.stderr
 
     _run(*install, f"{wheel}[flower]", cwd=tmp_path)
-    _run(str(scripts / "python"), "-c", "import flwr, fedblur.engines.flower.server", cwd=tmp_path)
+    _run(str(scripts / "python"), "-c", "import flwr, fedblur.flower.server", cwd=tmp_path)
     _run(str(scripts / "fedblur"), "deploy", "init", "federation", cwd=tmp_path)
     assert (tmp_path / "federation/app/pyproject.toml").is_file()

@@ -1,8 +1,14 @@
 """The cost of a round is that of its cohort: a population of a million costs what one of a thousand does."""
 
+import tracemalloc
 from pathlib import Path
 
 import pytest
+
+from fedblur.training.machine import Machine
+from fedblur.training.round import run_round
+from fedblur.training.setup import prepare
+from tests.worlds import calls
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -12,11 +18,21 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
-def test_round__cost_does_not_grow_with_the_population() -> None:
-    from scaling import round_seconds
+def test_round__cost_does_not_grow_with_the_population(tmp_path: Path) -> None:
+    from scaling import configured
 
-    small, large = (round_seconds(population, 100, 10, rounds=3) for population in (1_000, 1_000_000))
-    assert large.cpu_seconds < 4 * small.cpu_seconds  # a thousand times the clients
+    work, memory = [], []
+    for population in (1_000, 1_000_000):
+        setup = prepare(configured(population, 100, 64), tmp_path / str(population), Machine(device="cpu"))
+        state = setup.protocol.server.init(setup.initial)
+        for number in range(4):  # until a step has been recorded, after 128 calls at most
+            run_round(setup.protocol, state, setup.rng.child("round", number))
+        tracemalloc.start()
+        work.append(calls(run_round, setup.protocol, state, setup.rng.child("round", 9)))
+        memory.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert work[1] < 1.1 * work[0]
+    assert memory[1] - memory[0] < 20 * 1_000_000  # bytes: the ids that a cohort is drawn from, nothing more a client
 
 
 def test_line__finds_fixed_and_single_costs() -> None:

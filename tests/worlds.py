@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
-from fedblur.batches import Work, plan_work
-from fedblur.client import ClientJob
-from fedblur.config import LocalTraining
+from fedblur.core.config import LocalTraining
+from fedblur.core.rng import Seeded
 from fedblur.data.population import Packed, Shard
-from fedblur.functional import Layout, as_function, initial_vector
-from fedblur.methods import Method
-from fedblur.rng import Seeded
+from fedblur.learning.batches import Work, plan_work
+from fedblur.learning.client import ClientJob
+from fedblur.learning.methods import Method
+from fedblur.learning.module_function import Layout, as_function, initial_vector
+from fedblur.privacy.claim import Claim
+from fedblur.training.run_folder import RunSummary
 
 CPU = torch.device("cpu")
+
+
+def calls(task: Callable[..., object], *values: object, **options: object) -> int:
+    """Count the functions that a task calls, in this thread: its work, however busy the machine is."""
+    count = 0
+
+    def notice(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(notice)
+    try:
+        task(*values, **options)
+    finally:
+        sys.setprofile(before)
+    return count
 
 
 def packed(sizes: list[int], shape: tuple[int, ...] = (1, 8, 8), classes: int = 10, seed: int = 0) -> Packed:
@@ -59,3 +81,17 @@ class SmallCnn(nn.Module):
         x = torch.relu(self.norm(self.conv(x)))
         x = torch.max_pool2d(x, 2)
         return self.head(self.drop(x.flatten(1)))
+
+
+def record_of_a_run(accuracy: float = 0.5, clipped_share: float | None = 0.5) -> RunSummary:
+    """The summary of an invented run."""
+    claim = Claim(
+        warning=None, epsilon=2.0, delta=0.01, accountant="pld", adjacency="add or remove one client", sampling="all",
+        mechanism="gaussian", noise_multiplier=1.0, clip_norm=0.1, expected_cohort=10.0, releases=5,
+        trust_model="a server", tuning="none", signal_to_noise=1.0,
+    )  # fmt: skip
+    return RunSummary(
+        status="complete", rounds=5, accuracy=accuracy, loss=1.0, accuracy_last_10_evaluations=accuracy,
+        evaluated_on="test", data="digits", data_note="", clients=100, parameters=650, privacy=claim,
+        local_only={"clipped_share": clipped_share}, seconds=1.0, versions={"fedblur": "0"},
+    )  # fmt: skip

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from scipy.linalg import solve_triangular, toeplitz
 
-from fedblur import events
-from fedblur.accounting import calibrate
-from fedblur.server import Momentum
+from fedblur.privacy import events
+from fedblur.privacy.accounting import calibrate
+from fedblur.training.server import Momentum
 
 DELTA = 1 / 3400
 BANDS = (2, 4, 8)

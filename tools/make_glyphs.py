@@ -1,6 +1,6 @@
-"""Make src/fedblur/models/glyphs.npz: a network that has learned to tell drawn glyphs apart, and its features' axes.
+"""Make the file learning/models/glyphs.npz: a network that tells drawn glyphs apart, and its features' axes.
 
-    python tools/make_glyphs.py [--steps 8000] [--classes 3000] [--device cuda] [--out src/fedblur/models/glyphs.npz]
+    python tools/make_glyphs.py [--steps 8000] [--classes 3000] [--device cuda] [--out FILE]
 
 A glyph is one to four pen strokes (lines, curves, loops; most start where another ends) with random control points: a
 made-up character. Each time it is drawn, its points move a little, it is turned, slanted and stretched, and the pen's
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedblur.models.glyphs import CELLS, MOST, SIDE, WEIGHTS, WIDTHS, glyph_network
+from fedblur.learning.models.glyphs import CELLS, MOST, SIDE, WEIGHTS, WIDTHS, glyph_network
 
 STROKES, POINTS = 4, 32
 

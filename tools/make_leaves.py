@@ -1,6 +1,6 @@
-"""Make src/fedblur/models/leaves.npz: filters for patches, and their features' axes, learned from drawn images.
+"""Make the file learning/models/leaves.npz: filters for patches, and their features' axes, learned from drawn images.
 
-    python tools/make_leaves.py [--images 10000] [--patches 100000] [--seed 0] [--out src/fedblur/models/leaves.npz]
+    python tools/make_leaves.py [--images 10000] [--patches 100000] [--seed 0] [--out FILE]
 
 An image is a heap of dead leaves: ellipses, boxes and lobed shapes of all sizes, each with its own colour, shading and
 grain, one on top of the other. Patches of such images have edges, corners and colour contrasts much like those of
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedblur.models.leaves import CELLS, FAINT, FILTERS, MOST, PATCH, SIDE, WEIGHTS, Responses
+from fedblur.learning.models.leaves import CELLS, FAINT, FILTERS, MOST, PATCH, SIDE, WEIGHTS, Responses
 
 DRAWN = 2 * SIDE  # pixels a side, before the image is made smaller
 SHAPES, LARGE = 40, 8  # in an image; the first are large

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer.main
 
-from fedblur.cli import app
+from fedblur.cli.app import app
 
 
 def reference() -> str:

@@ -6,6 +6,7 @@ written to be read in the repository as well, so their links are those of the re
 
 from __future__ import annotations
 
+import ast
 import posixpath
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,12 +70,25 @@ def _uri(path: str) -> str | None:
 
 
 def _line(path: str, text: str) -> int | None:
-    """The line that a link's text quotes: code in backquotes is found in the file, so that it cannot go stale."""
+    """Return the line that a link's text quotes in backquotes: a symbol (`Ledger.spend`) or a piece of the line."""
     quoted = text.strip()
     if not (quoted.startswith("`") and quoted.endswith("`")) or quoted.strip("`").endswith(".py"):
         return None
-    quoted = quoted.strip("`")
-    lines = [n for n, line in enumerate((ROOT / path).read_text().splitlines(), 1) if quoted in line]
+    quoted, source = quoted.strip("`"), (ROOT / path).read_text()
+    if found := symbols(source).get(quoted):
+        return found
+    lines = [n for n, line in enumerate(source.splitlines(), 1) if quoted in line]
     if len(lines) != 1:
         raise BrokenLink(f"{path} has {len(lines)} lines with `{quoted}`; a link's text must quote exactly one")
     return lines[0]
+
+
+def symbols(source: str) -> dict[str, int]:
+    """Return the line of each function, class and method (`Class.method`) of a file."""
+    tree = ast.parse(source)
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    found = {node.name: node.lineno for node in tree.body if isinstance(node, kinds)}
+    for part in tree.body:
+        if isinstance(part, ast.ClassDef):
+            found |= {f"{part.name}.{node.name}": node.lineno for node in part.body if isinstance(node, kinds)}
+    return found

@@ -8,13 +8,13 @@ import re
 from collections.abc import Iterator
 from typing import Any, cast
 
-from fedblur.config import Config, LocalTraining
-from fedblur.registry import KINDS, Kind, parts
+from fedblur.core.config import Config, LocalTraining
+from fedblur.core.registry import KINDS, Kind, parts
 
 
 def reference() -> str:
     """The keys of a configuration, then the parts that some of them name."""
-    lines = ["## Keys\n", _table(Config), "## `local`\n", _table(LocalTraining)]
+    lines = ["## Keys\n", table(Config), "## `local`\n", table(LocalTraining)]
     for kind in KINDS:
         lines += [f"## `{kind}`\n", *_parts(cast(Kind, kind))]
     return "\n".join(lines)
@@ -24,29 +24,33 @@ def _parts(kind: Kind) -> Iterator[str]:
     for name, part in sorted(parts(kind).items()):
         yield f"### `{name}`\n\n{_first_paragraph(part)}\n"
         if dataclasses.fields(cast(Any, part)):
-            yield _table(part)
+            yield table(part)
 
 
 def _first_paragraph(part: type) -> str:
     return " ".join((inspect.getdoc(part) or "").split("\n\n")[0].split())
 
 
-def _table(schema: type) -> str:
-    fields = dataclasses.fields(cast(Any, schema))
+def table(schema: type) -> str:
+    """Return the fields that one may give, each with its default and its comment in the source."""
+    fields = [field for field in dataclasses.fields(cast(Any, schema)) if field.init]
     rows = [f"| `{f.name}` | {_default(f)} | {_comment(schema, f.name)} |" for f in fields]
-    return "\n".join(["| key | default | |", "|---|---|---|", *rows, ""])
+    return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows, ""])
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
-    if field.default_factory is not dataclasses.MISSING or field.default is dataclasses.MISSING:
-        return ""
-    return "none" if field.default in (None, ()) else f"`{field.default}`"
+    if field.default_factory is not dataclasses.MISSING:
+        return "those below"
+    if field.default is dataclasses.MISSING:
+        return "required"
+    return "none" if field.default in (None, (), "") else f"`{field.default}`"
 
 
 def _comment(schema: type, name: str) -> str:
-    """What stands behind the field in the source; a field may be inherited."""
+    """Return what stands behind the field in the source; a field may be inherited."""
     for base in schema.__mro__[:-1]:
         found = re.search(rf"^    {name}: [^\n]*?(?:  # (?P<words>[^\n]*))?$", inspect.getsource(base), re.MULTILINE)
         if found:
-            return (found["words"] or "").replace("|", "\\|").replace("<", "&lt;")
+            words = re.sub(r"^noqa: [^;]*; ", "", found["words"] or "")  # what a linter is told
+            return words.replace("|", "\\|").replace("<", "&lt;")
     return ""

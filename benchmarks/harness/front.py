@@ -1,4 +1,4 @@
-"""The short table in the repository's README, rendered from results/cpu.json and nothing else."""
+"""The short table of docs/performance.md, rendered from results/cpu.json and nothing else."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def _cells(rows: list[dict[str, Any]], system: str) -> list[str]:
     return [f"{row['median']:.2g}", faster]
 
 
-def render_front(folder: Path = BENCHMARKS / "results", readme: Path = BENCHMARKS.parent / "README.md") -> None:
-    """Put the table between the README's markers."""
+def render_front(folder: Path = BENCHMARKS / "results", page: Path = BENCHMARKS.parent / "docs/performance.md") -> None:
+    """Put the table between the page's markers."""
     table = front_table(json.loads((folder / "cpu.json").read_text()))
-    before, rest = readme.read_text().split(BEGIN, 1)
-    readme.write_text(f"{before}{BEGIN}\n{table}{END}{rest.split(END, 1)[1]}")
+    before, rest = page.read_text().split(BEGIN, 1)
+    page.write_text(f"{before}{BEGIN}\n{table}{END}{rest.split(END, 1)[1]}")

@@ -21,10 +21,13 @@ from harness.environments import BENCHMARKS, Unavailable, last_line, python_of
 class System:
     """A running system. Every failure is an `Unavailable` that says why."""
 
-    def __init__(self, name: str, inputs: Path, folder: Path, threads: int | None) -> None:
+    def __init__(
+        self, name: str, inputs: Path, folder: Path, threads: int | None, tree: Path = BENCHMARKS.parent
+    ) -> None:
+        """Start a system, which writes into `folder`; `tree` is the checkout whose code it runs."""
         self.name = name
         self.sum_path, self.log_path = folder / f"{name}.npy", folder / f"{name}.log"
-        paths = [str(BENCHMARKS), str(BENCHMARKS.parent / "src"), os.environ.get("PYTHONPATH", "")]
+        paths = [str(tree / "benchmarks"), str(tree / "src"), os.environ.get("PYTHONPATH", "")]
         quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"}
         limit = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)} if threads else {}
         python_path = os.pathsep.join(filter(None, paths))

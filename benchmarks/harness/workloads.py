@@ -9,12 +9,12 @@ from peers.ours import SEED
 from peers.task import Task
 from torch import Tensor
 
-from fedblur.batches import plan_work
+from fedblur.core.registry import build
+from fedblur.core.rng import Seeded
 from fedblur.data.population import Shard
-from fedblur.functional import Layout, initial_vector
-from fedblur.models import make_model
-from fedblur.registry import build
-from fedblur.rng import Seeded
+from fedblur.learning.batches import plan_work
+from fedblur.learning.models import make_model
+from fedblur.learning.module_function import Layout, initial_vector
 
 
 @dataclass(frozen=True)

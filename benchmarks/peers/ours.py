@@ -8,14 +8,15 @@ from pathlib import Path
 
 import torch
 
-from fedblur.client import ClientJob
-from fedblur.config import Config, LocalTraining
+from fedblur.core.config import Config, LocalTraining
+from fedblur.core.rng import Seeded
+from fedblur.core.version import version
 from fedblur.data.population import Federation, Packed, Samples
 from fedblur.engines import suitable_threads
-from fedblur.mechanisms.base import Release
-from fedblur.rng import Seeded
-from fedblur.setup import Machine, Setup, prepare
-from fedblur.version import version
+from fedblur.learning.client import ClientJob
+from fedblur.privacy.mechanisms.base import Release
+from fedblur.training.machine import Machine
+from fedblur.training.setup import Setup, prepare
 from peers.modules import build_module
 from peers.task import Channel, Floats, Task, load_task
 
@@ -46,7 +47,7 @@ def run_round(task: Task, setup: Setup) -> Floats:
     start, rng = layout.unflatten(setup.initial), Seeded.root(SEED)
     job = ClientJob(protocol.forward, layout, start, protocol.local, protocol.methods, task.clip_norm)
     release = Release(layout.total, task.clip_norm, 0.0, task.clients, setup.initial.device)
-    blocks = protocol.engine.map_clients(job, torch.arange(task.clients), rng)
+    blocks = setup.engine.map_clients(job, torch.arange(task.clients), rng)
     total = protocol.mechanism.accumulate((block.bounded for block in blocks), release, rng)
     return protocol.mechanism.release(total, release, protocol.mechanism.draw(release, rng)()).numpy()
 
@@ -57,7 +58,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         setup = prepare_run(task, Path(folder))
         with suitable_threads(setup.initial.device, setup.protocol.layout.total):
-            how = f"{setup.machine}, intra-op threads: {torch.get_num_threads()}"
+            how = f"{setup.source.machine}, intra-op threads: {torch.get_num_threads()}"
             channel.serve(lambda: run_round(task, setup), f"fedblur {version()}", how)
 
 

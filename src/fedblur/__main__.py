@@ -1,6 +1,6 @@
 """`python -m fedblur`."""
 
-from fedblur.cli import main
+from fedblur.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -17,16 +17,17 @@ import torch
 from torch import Tensor, nn
 
 import fedblur
-from fedblur.audit.tiny_world import Existing
-from fedblur.client import Block, ClientJob
-from fedblur.config import from_dict
-from fedblur.engines import Engine, Task
-from fedblur.ledger import Budget, Ledger
-from fedblur.mechanisms.base import Release
-from fedblur.mechanisms.fixed_point import FixedPoint
-from fedblur.rng import Rng, Seeded
-from fedblur.round import Protocol, client_job, run_round, sum_clients
-from fedblur.setup import Machine, Setup, prepare
+from fedblur.core.config import from_dict
+from fedblur.core.rng import Rng, Seeded
+from fedblur.engines import Engine, Simulated, Task
+from fedblur.experiments.audit.worst_case import Existing
+from fedblur.learning.client import Block, ClientJob
+from fedblur.privacy.ledger import Budget, Ledger
+from fedblur.privacy.mechanisms.base import Release
+from fedblur.privacy.mechanisms.gaussian import FixedPoint
+from fedblur.training.machine import Machine
+from fedblur.training.round import Protocol, client_job, run_round
+from fedblur.training.setup import Setup, prepare
 
 FEATURES, CLASSES = 16, 10
 TRAINING = Seeded.root(0)
@@ -85,14 +86,15 @@ class Game:
     def rows(self, present: bool) -> Tensor:
         """The first round's messages, [clients, d]."""
         job = client_job(self.protocol, self.protocol.server.init(self.setup.initial))
-        blocks = self.protocol.engine.map_clients(job, self.population(present), TRAINING)
+        blocks = self.setup.engine.map_clients(job, self.population(present), TRAINING)
         return torch.cat([block.bounded.value for block in blocks]).cpu()
 
     def total(self, present: bool) -> Tensor:
         """The first round's exact sum, [d] int64: known to the adversary for either guess."""
         job = client_job(self.protocol, self.protocol.server.init(self.setup.initial))
         ids = self.population(present)
-        total, _ = sum_clients(self.protocol, Task(job, replace(self.release, cohort=len(ids)), ids), TRAINING)
+        task = Task(job, self.protocol.mechanism, replace(self.release, cohort=len(ids)), ids)
+        total, _ = self.protocol.sums.total(task, TRAINING)
         return job.message.decode(total, self.protocol.layout.total)[0].cpu()
 
     def play(self, present: bool, rng: Rng) -> list[Tensor]:
@@ -134,7 +136,9 @@ def game(
     base: dict[str, Any] = {"delta": 1e-3, "rounds": 1, "sample_rate": 1.0, "clip_norm": 0.1, "model": "logistic"}
     machine = machine or Machine(device="cpu", engine="vectorised")
     setup = prepare(from_dict({**base, **settings}), folder / "setup.jsonl", machine, data, module)
-    return Game(replace(setup, protocol=replace(setup.protocol, engine=Known(setup.protocol.engine))), folder)
+    known = Simulated(Known(setup.engine))
+    source = replace(setup.source, sums=known, engine=known.engine)
+    return Game(replace(setup, protocol=replace(setup.protocol, sums=known), source=source), folder)
 
 
 def random_samples(count: int, seed: int, features: int = FEATURES) -> tuple[np.ndarray, np.ndarray]:

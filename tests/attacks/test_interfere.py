@@ -16,9 +16,9 @@ import torch
 from scipy.stats import binom
 from torch import Tensor, nn
 
-from fedblur.mechanisms.fixed_point import FixedPoint
-from fedblur.rng import Rng, Seeded
-from fedblur.setup import Machine
+from fedblur.core.rng import Rng, Seeded
+from fedblur.privacy.mechanisms.gaussian import FixedPoint
+from fedblur.training.machine import Machine
 from tests.attacks.game import Game, allowed, game, random_samples
 
 FEATURES, EPSILON, DELTA = 64, 1.0, 1e-3

@@ -14,11 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedblur.mechanisms.base import Release
-from fedblur.mechanisms.fixed_point import FixedPoint
-from fedblur.mechanisms.gaussian import Gaussian
-from fedblur.rng import Seeded
-from fedblur.setup import Machine
+from fedblur.core.rng import Seeded
+from fedblur.privacy.mechanisms.base import Release
+from fedblur.privacy.mechanisms.gaussian import FixedPoint, Gaussian
+from fedblur.training.machine import Machine
 from tests.attacks.game import Adversary, Game, game
 
 CHANCE = 115  # of 200: what the issue demands

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fedblur.registry import build, describe, parts
-from fedblur.server import Momentum
+from fedblur.core.registry import build, describe, parts
+from fedblur.training.server import Momentum
 
 
 @pytest.fixture(params=sorted(parts("mask")))

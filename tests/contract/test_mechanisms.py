@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 
-from fedblur import accounting, events
-from fedblur.clipping import clip_l2
-from fedblur.mechanisms.base import Conditions, Release
-from fedblur.registry import parts
-from fedblur.rng import Seeded
+from fedblur.core.registry import parts
+from fedblur.core.rng import Seeded
+from fedblur.privacy import accounting, events
+from fedblur.privacy.clipping import clip_l2
+from fedblur.privacy.mechanisms.base import Conditions, Release
 from tests.worlds import CPU
 
 

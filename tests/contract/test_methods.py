@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedblur.client import train_block
-from fedblur.registry import describe, parts
+from fedblur.core.registry import describe, parts
+from fedblur.learning.client import train_block
 from tests.worlds import job_for, packed, work_for
 
 METHODS = sorted(parts("method"))
@@ -63,6 +63,6 @@ def test_method__composes_with_every_other(method) -> None:
 
 
 def test_method__survives_the_configuration(method) -> None:
-    from fedblur.registry import build
+    from fedblur.core.registry import build
 
     assert build("method", describe(method)) == method

@@ -15,11 +15,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from scipy.io import savemat
+from typer.testing import CliRunner
 
+from fedblur.cli.data import app
+from fedblur.core.errors import ConfigError, DataError
+from fedblur.core.registry import build
 from fedblur.data.emnist import Emnist
+from fedblur.data.emnist_archives import MatArchive
 from fedblur.data.federation import load_federation
-from fedblur.errors import ConfigError, DataError
-from fedblur.registry import build
 
 TRAIN, TEST = 60, 12
 FIRST_ROW = 9  # marks the top row of an upright image
@@ -158,6 +161,16 @@ def test_emnist__is_packed_after_the_first_load(tmp_path: Path) -> None:
     assert again.owners is not None
     assert torch.equal(first.train.x, again.train.x)
     assert torch.equal(first.owners, again.owners)
+
+
+def test_emnist__an_export_reads_what_training_has_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It once had a name of its own in the cache, so that the archive was read and packed a second time."""
+    write_mat(tmp_path, "byclass")
+    Emnist().load(tmp_path)
+    monkeypatch.setattr(MatArchive, "read", lambda self: pytest.fail("read a second time"))
+    words = ["export", "emnist", str(tmp_path / "out"), "--data-dir", str(tmp_path)]
+    CliRunner().invoke(app, words, catch_exceptions=False)
+    assert {path.suffix for path in (tmp_path / "out" / "emnist").iterdir()} == {".xz"}
 
 
 @pytest.mark.parametrize("name", ["gzip.zip", "matlab.zip", "emnist-byclass.mat"])

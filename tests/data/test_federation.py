@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from fedblur.core.errors import ConfigError, DataError
+from fedblur.core.registry import parts, register
+from fedblur.data.dataset import Dataset, Raw
 from fedblur.data.federation import federation_from_arrays, load_federation
 from fedblur.data.population import Federation, Packed, Samples
-from fedblur.data.raw import Dataset, Raw
-from fedblur.errors import ConfigError, DataError
-from fedblur.registry import parts, register
 
 
 @dataclasses.dataclass(frozen=True)

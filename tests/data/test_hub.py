@@ -13,13 +13,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from fedblur.core.errors import ConfigError, DataError
+from fedblur.core.files import cache_folder
 from fedblur.data import hub
-from fedblur.data.cache import cache_folder
 from fedblur.data.cifar10 import Cifar10
 from fedblur.data.federation import load_federation
 from fedblur.data.femnist import Femnist
 from fedblur.data.mnist import Mnist
-from fedblur.errors import ConfigError, DataError
 
 
 def png(pixels: NDArray[np.uint8]) -> dict[str, Any]:
@@ -315,7 +315,7 @@ def test_data__list_works_without_the_optional_libraries() -> None:
     """Only loading images needs the extra."""
     code = (
         "import sys; sys.modules.update(dict.fromkeys(['datasets', 'PIL', 'huggingface_hub']));"
-        "from fedblur.commands.data import app; app(['list'])"
+        "from fedblur.cli.data import app; app(['list'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

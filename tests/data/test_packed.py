@@ -8,11 +8,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fedblur.cli import app
+from fedblur.cli.app import app
+from fedblur.core.errors import DataError
 from fedblur.data import packed
 from fedblur.data.packed import PackedFolder, export, packed_folder
 from fedblur.data.source import Split, Stored
-from fedblur.errors import DataError
 
 
 def _stored(samples: int = 50, channels: int = 3) -> Stored:

@@ -10,14 +10,14 @@ import torch
 from typer.testing import CliRunner
 
 import fedblur
-from fedblur.cli import app
+from fedblur.cli.app import app
+from fedblur.core.errors import ConfigError, ModelError
 from fedblur.data.plays import LETTERS, Plays, encode, speakers
 from fedblur.data.population import Federation, Packed, is_text
-from fedblur.errors import ConfigError, ModelError
-from fedblur.experiments import aggregate
-from fedblur.results import Results
-from fedblur.setup import Machine
-from fedblur.spec import read_spec
+from fedblur.experiments.result_store import Results
+from fedblur.experiments.table import aggregate
+from fedblur.experiments.table_spec import read_spec
+from fedblur.training.machine import Machine
 
 CONFIG = Path(__file__).resolve().parents[2] / "examples/text.toml"
 
@@ -66,8 +66,8 @@ def test_text__trains_with_user_level_privacy_to_a_better_loss_than_its_start(
     plays: Federation, tmp_path: Path
 ) -> None:
     """A short run at epsilon = 8 with noise from the operating system; docs/text.md has the full one."""
-    from fedblur.config import from_dict
-    from fedblur.plugins import read_config
+    from fedblur.core.config import from_dict
+    from fedblur.core.plugins import read_config
 
     config = from_dict(read_config(CONFIG) | {"rounds": 25, "eval_every": 25})
     assert config.epsilon == 8.0
@@ -104,7 +104,7 @@ def test_text_page__the_recipes_figures_are_those_of_its_table() -> None:
 
 
 def test_char_mlp__starts_with_all_characters_alike(plays: Federation) -> None:
-    from fedblur.models import CharMlp, make_model
+    from fedblur.learning.models import CharMlp, make_model
 
     model = make_model(CharMlp(), plays.train.shape, plays.train.classes, seed=0)
     assert not model(plays.test.x[:5].float()).any()

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedblur.config import Config
+from fedblur.core.config import Config
+from fedblur.core.errors import ConfigError, DataError, RunError
 from fedblur.data.cache import _load, _save
 from fedblur.data.federation import federation_from_arrays
 from fedblur.data.holdout import hold_out, with_many_samples
@@ -18,9 +19,9 @@ from fedblur.data.packed import PackedFolder, export
 from fedblur.data.population import Federation, Packed
 from fedblur.data.roles import divide, identities
 from fedblur.data.source import Split, Stored
-from fedblur.errors import ConfigError, DataError, RunError
-from fedblur.setup import held_out
-from fedblur.train import resume, train
+from fedblur.training.loop import train
+from fedblur.training.resume import resume
+from fedblur.training.setup import held_out
 
 PEOPLE = [f"f{number:04d}" for number in range(60)]
 
@@ -176,7 +177,7 @@ def test_resume__a_run_whose_roles_were_chosen_by_lot_is_refused(
 
     data = own(PEOPLE)
     assert resume(saved(data, tmp_path / "new"), federation=data).summary["status"] == "complete"
-    monkeypatch.setattr(sys.modules["fedblur.setup"], "ROLES", None)
+    monkeypatch.setattr(sys.modules["fedblur.training.setup"], "ROLES", None)
     old = saved(data, tmp_path / "old")
     monkeypatch.undo()
     with pytest.raises(RunError, match=r"begun by fedblur 0\.1, which chose its training clients in another way"):

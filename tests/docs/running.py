@@ -15,9 +15,9 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from fedblur.cli import app
-from fedblur.config import from_dict
-from fedblur.spec import read_spec
+from fedblur.cli.app import app
+from fedblur.core.config import from_dict
+from fedblur.experiments.table_spec import read_spec
 from tests.docs.blocks import ROOT, Block
 
 POINTS = 2.0  # by how much a percentage may differ: sums in floating point differ between processors

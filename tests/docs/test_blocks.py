@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedblur import registry
+from tests.commandline import forgotten_parts
 from tests.docs.blocks import PAGES, ROOT, Block, read_blocks
 from tests.docs.running import PageRun, compare
 
@@ -24,13 +24,9 @@ def page_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     for name, value in {"COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb", "MPLBACKEND": "Agg"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.syspath_prepend(str(tmp_path))
-    for kind in registry.KINDS:
-        registry.parts(kind)  # type: ignore[arg-type]
-    before, modules = {kind: dict(parts) for kind, parts in registry._PARTS.items()}, {*sys.modules}
-    yield tmp_path
-    for kind, parts in before.items():
-        registry._PARTS[kind].clear()
-        registry._PARTS[kind].update(parts)
+    modules = {*sys.modules}
+    with forgotten_parts():
+        yield tmp_path
     for name in {path.stem for path in tmp_path.glob("*.py")} & ({*sys.modules} - modules):
         del sys.modules[name]
 

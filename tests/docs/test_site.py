@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -14,13 +17,16 @@ import pytest
 import typer.main
 
 import fedblur
-from fedblur.cli import app
-from fedblur.config import Config, LocalTraining
-from fedblur.registry import KINDS, parts
-from tests.docs.blocks import ROOT
+from fedblur.cli.app import app
+from fedblur.core.config import Config, LocalTraining
+from fedblur.core.registry import KINDS, parts
+from tests.docs.blocks import PAGES, ROOT, read_blocks
+from website import api as api_page
+from website import settings
 from website.layout import BrokenLink, Target, resolve
 from website.markdown import targets, translate
 
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ASSETS = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src"}
 
 
@@ -51,10 +57,10 @@ class Page(HTMLParser):
 def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
     """Every page of the site, built as `make docs` does."""
     folder = tmp_path_factory.mktemp("site")
-    settings = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "NO_MKDOCS_2_WARNING": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "NO_MKDOCS_2_WARNING": "1"}
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     # Not --quiet: it hides warnings from --strict as well.
-    result = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True)
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "WARNING" not in result.stdout + result.stderr
     return {path: Page(path) for path in sorted(folder.rglob("*.html"))}
@@ -83,7 +89,7 @@ class TestSite:
 
     def test_site__api_reference_has_every_public_name(self, site: dict[Path, Page]) -> None:
         anchors = page(site, "reference/api.html").anchors
-        assert {f"fedblur.{fedblur._HOMES[name]}.{name}" for name in fedblur.__all__} <= anchors
+        assert {f"{fedblur._HOMES[name]}.{name}" for name in fedblur.__all__} <= anchors
 
     def test_site__command_reference_has_every_command_and_option(self, site: dict[Path, Page]) -> None:
         text = page(site, "reference/cli.html").text
@@ -103,14 +109,87 @@ class TestSite:
             assert all(name in text for name in parts(kind))  # type: ignore[arg-type]
         assert "λ; inf: projection" in text
 
+    def test_site__search_works_from_a_folder(self, site: dict[Path, Page]) -> None:
+        """A page at file:// may fetch nothing and start no worker: index and shim are scripts, of the site itself."""
+        folder = next(path.parent for path in site if path.name == "404.html")
+        script = (folder / "search/search_index.js").read_text()
+        assert script.startswith("var __index = ")
+        index = json.loads(script.removeprefix("var __index = "))
+        assert index == json.loads((folder / "search/search_index.json").read_text())
+        assert {"index.html", "reference/settings.html"} <= {entry["location"] for entry in index["docs"]}
+        assert (folder / "iframe-worker.js").exists()
+        for path, found in site.items():
+            shims = [asset for asset in found.assets if asset.endswith("iframe-worker.js")]
+            assert len(shims) == 1, path
+            bundle = next(asset for asset in found.assets if "/bundle." in asset)
+            assert found.assets.index(shims[0]) < found.assets.index(bundle), path  # which starts the worker
+
+    @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (apt-get install chromium)")
+    def test_site__a_word_typed_from_a_folder_is_found(self, site: dict[Path, Page]) -> None:
+        api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install -e '.[dev]')")
+        home = next(path for path in site if path.name == "404.html").with_name("index.html")
+        with api.sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+            opened = browser.new_page()
+            asked: list[str] = []
+            opened.on("request", lambda request: asked.append(request.url))
+            opened.goto(home.as_uri())
+            opened.click("[data-md-component=search-query]")
+            opened.keyboard.type("clipping")
+            opened.wait_for_selector(".md-search-result__link")
+            assert "matching documents" in opened.locator(".md-search-result__meta").inner_text()
+            assert all(url.startswith(("file:", "data:")) for url in asked)
+            browser.close()
+
     def test_site__shows_the_papers_results_and_the_benchmark(self, site: dict[Path, Page]) -> None:
         assert "Does it hold?" in page(site, "results/cheng2022.html").text
         assert "signal.svg" in " ".join(page(site, "results/cheng2022.html").assets)
         assert "plain PyTorch loop" in page(site, "comparison.html").text
 
 
+def test_settings__every_key_has_a_default_and_a_meaning() -> None:
+    rows = [line.strip("|").split("|") for line in settings.reference().splitlines() if line.startswith("| `")]
+    assert len(rows) > 100
+    assert not [row for row in rows if len(row) != 3 or not all(cell.strip() for cell in row)]
+    assert "noqa" not in settings.reference()
+
+
+def test_api__every_public_name_has_a_description() -> None:
+    rows = [line for line in api_page.reference().splitlines() if line.startswith("| [`")]
+    assert [row.split("`")[1] for row in rows] == fedblur.__all__
+    for name, row in zip(fedblur.__all__, rows, strict=True):
+        words = row.split(" | ")[1].removesuffix(" |")
+        assert len(words) > 10, name
+        assert not words.startswith(f"{name}("), name  # what a dataclass without a docstring gets
+        rows = [line.strip("|").split("|") for line in api_page.fields(name).splitlines() if line.startswith("| `")]
+        assert all(cell.strip() for row in rows for cell in row), name
+        members = vars(found).items() if isinstance(found := getattr(fedblur, name), type) else ()
+        public = [(key, value) for key, value in members if key[0] != "_" and hasattr(value, "__doc__")]
+        assert not [
+            key for key, value in public if (callable(value) or isinstance(value, property)) and not value.__doc__
+        ]
+
+
+def test_home__has_an_install_line_ten_lines_of_python_and_a_picture() -> None:
+    text = (ROOT / "docs/index.md").read_text()
+    assert "`pip install .`" in text
+    assert len([block for block in read_blocks("docs/index.md") if block.language == "python"]) == 1
+    code = next(block.text for block in read_blocks("docs/index.md") if block.language == "python")
+    assert len(code.splitlines()) <= 10
+    assert max(map(len, code.splitlines())) <= 72  # so that nothing is cut off beside the margins
+    picture = re.search(r"!\[([^]]{20,})\]\((\S+\.svg)\)", text)
+    assert picture is not None
+    assert (ROOT / "docs" / picture[2]).exists()
+
+
 def page(site: dict[Path, Page], name: str) -> Page:
     return next(found for path, found in site.items() if path.as_posix().endswith(f"/{name}"))
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_page__lines_of_code_that_links_quote_are_there(name: str) -> None:
+    """A link like [`def clip_l2(`](clipping.py) quotes exactly one line of the file, or it raises BrokenLink."""
+    list(targets((ROOT / name).read_text(encoding="utf-8"), name))
 
 
 def tour_links() -> list[Target]:
@@ -119,8 +198,8 @@ def tour_links() -> list[Target]:
 
 def test_tour__every_statement_of_the_round_is_linked() -> None:
     """Line by line, and no line is left out: each statement of `run_round` has a link into it."""
-    lines = {target.line for target in tour_links() if target.path == "src/fedblur/round.py"}
-    tree = ast.parse((ROOT / "src/fedblur/round.py").read_text())
+    lines = {target.line for target in tour_links() if target.path == "src/fedblur/training/round.py"}
+    tree = ast.parse((ROOT / "src/fedblur/training/round.py").read_text())
     function = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "run_round")
     for statement in function.body[1:]:
         spanned = range(statement.lineno, (statement.end_lineno or 0) + 1)
@@ -137,9 +216,21 @@ def test_tour__links_are_in_the_order_of_the_code() -> None:
 
 def test_tour__a_quoted_line_that_is_gone_is_an_error() -> None:
     with pytest.raises(BrokenLink, match="has 0 lines with"):
-        resolve("../src/fedblur/round.py", "docs/tour.md", "`no such line`")
+        resolve("../src/fedblur/training/round.py", "docs/tour.md", "`no such line`")
     with pytest.raises(BrokenLink, match=r"has \d+ lines with"):
-        resolve("../src/fedblur/round.py", "docs/tour.md", "`protocol`")
+        resolve("../src/fedblur/training/round.py", "docs/tour.md", "`protocol`")
+    with pytest.raises(BrokenLink, match="has 0 lines with"):
+        resolve("../src/fedblur/privacy/ledger.py", "docs/tour.md", "`Ledger.no_such_method`")
+
+
+def test_tour__a_symbol_leads_to_its_definition() -> None:
+    path = "src/fedblur/privacy/ledger.py"
+    lines = (ROOT / path).read_text().splitlines()
+    for symbol, begins in (("Ledger", "class Ledger"), ("Ledger.spend", "def spend("), ("open_ledger", "def open_led")):
+        target = resolve(f"../{path}", "docs/tour.md", f"`{symbol}`")
+        assert target is not None
+        assert target.line is not None
+        assert lines[target.line - 1].strip().startswith(begins)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +238,7 @@ def test_tour__a_quoted_line_that_is_gone_is_an_error() -> None:
     [
         ("[a](../benchmarks/README.md#memory)", "[a](results/benchmarks.md#memory)"),
         ("![d](../examples/quickstart.toml)", "![d](files/examples/quickstart.toml)"),
-        ("[code](../src/fedblur/round.py)", "[code](source/round.md)"),
+        ("[code](../src/fedblur/training/round.py)", "[code](source/training/round.md)"),
         ("[folder](../tests)", "`tests`"),
         ("[c](methods.md) [b](https://example.org)", "[c](methods.md) [b](https://example.org)"),
         ("[two\nlines](../CHANGELOG.md)", "[two\nlines](changelog.md)"),

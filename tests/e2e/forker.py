@@ -13,7 +13,7 @@ def main() -> None:
     import sklearn.datasets  # noqa: F401  what a run imports when it first needs it
     import torch._dynamo  # noqa: F401
 
-    from fedblur.cli import app
+    from fedblur.cli.app import app
 
     for line in sys.stdin:
         pid = os.fork()

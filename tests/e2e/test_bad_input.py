@@ -12,8 +12,8 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 import fedblur
-from fedblur.cli import app
-from fedblur.errors import DataError, DivergedError, ModelError, PrivacyError
+from fedblur.cli.app import app
+from fedblur.core.errors import DataError, DivergedError, ModelError, PrivacyError
 
 QUICK = ["--rounds", "3", "--quiet", "--seed", "1"]
 
@@ -209,7 +209,7 @@ def test_full_disk__keeps_the_last_checkpoint(room: int, tmp_path: Path, monkeyp
         real(descriptor)
 
     with monkeypatch.context() as patch:
-        patch.setattr("fedblur.checkpoint.os.fsync", fills_up)
+        patch.setattr("fedblur.core.files.os.fsync", fills_up)
         message = refuse(
             "run",
             "--rounds",

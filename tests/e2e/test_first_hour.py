@@ -15,8 +15,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 import fedblur
-from fedblur.cli import app
-from fedblur.errors import FedBlurError
+from fedblur.cli.app import app
+from fedblur.core.errors import FedBlurError
 
 RUN = ["--rounds", "2", "--seed", "1", "--quiet"]
 
@@ -51,7 +51,7 @@ def refuse(*words: object) -> str:
         ("resume", "Missing argument 'RUN' (see fedblur resume --help)"),
         ("run --method blurr", "did you mean 'blur'?"),
         ("run --method blur,lus", 'join several with a plus, like method = "blur+lus"'),
-        ("run --method my_method", "name its file with --plugin FILE"),
+        ("run --method my_method", "name its file: --plugin FILE"),
         ("run --recipe bset", "did you mean 'best'?"),
         ("run digits", "did you mean --dataset digits?"),
         ("run .", "give a TOML file"),
@@ -86,7 +86,7 @@ def test_words__are_put_right(words: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("command", "name", "text", "says"),
     [
-        ("run", "c.toml", '{"rounds": 3}', "it looks like JSON, and TOML is written key = value"),
+        ("run", "c.toml", '{"rounds": 3}', "it looks like JSON; TOML is written key = value"),
         ("run", "c.toml", "epsilom = 2", "did you mean 'epsilon'?"),
         ("run", "c.toml", 'rounds = "many"', "rounds='many'"),
         ("run", "c.toml", "method = 3", 'like method = "augment"'),
@@ -152,7 +152,7 @@ def test_folder__of_a_deployment_is_not_empty(run: Path) -> None:
 
 
 def test_extra__that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "fedblur.engines.flower.gateway", raising=False)
+    monkeypatch.delitem(sys.modules, "fedblur.flower.gateway", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert "pip install 'fedblur[flower]'" in refuse("deploy", "gateway")
 

@@ -19,18 +19,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedblur.client import ClientJob
-from fedblur.config import LocalTraining
+from fedblur.core.config import LocalTraining
+from fedblur.core.rng import Seeded
 from fedblur.data.population import Packed
 from fedblur.engines import Engine, LocalEngine, WorkerEngine
-from fedblur.mechanisms.base import Release
-from fedblur.mechanisms.fixed_point import FixedPoint
-from fedblur.mechanisms.gaussian import Gaussian
-from fedblur.methods import Method
-from fedblur.methods.blur import Blur
-from fedblur.methods.lus import Lus
-from fedblur.methods.sam import Sam
-from fedblur.rng import Seeded
+from fedblur.learning.client import ClientJob
+from fedblur.learning.methods import Method
+from fedblur.learning.methods.blur import Blur
+from fedblur.learning.methods.lus import Lus
+from fedblur.learning.methods.sam import Sam
+from fedblur.privacy.mechanisms.base import Release
+from fedblur.privacy.mechanisms.gaussian import FixedPoint, Gaussian
 from tests.worlds import CPU, SmallCnn, job_for
 
 ENGINES: dict[str, Callable[[Packed, int], Engine]] = {
@@ -136,7 +135,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 def _sum(rows: dict[int, Tensor], job: ClientJob) -> Tensor:
     """Return the mechanism's own sum, [d] int64."""
-    from fedblur.clipping import Bounded
+    from fedblur.privacy.clipping import Bounded
 
     release = Release(job.layout.total, CLIP_NORM, SIGMA, len(rows), CPU)
     blocks: Iterator[Bounded] = iter([Bounded(torch.stack(list(rows.values())), CLIP_NORM)] if rows else [])

@@ -1,7 +1,9 @@
 """What each rank of `test_distributed.py` runs: several configurations one after another, and what came out of them."""
 
 import json
+import shutil
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -26,7 +28,7 @@ CASES = {
 
 def case(name: str) -> fedblur.Config:
     """A configuration by its name."""
-    return fedblur.config.from_dict(CASES[name])
+    return fedblur.core.config.from_dict(CASES[name])
 
 
 def main(folder: Path) -> None:
@@ -35,6 +37,20 @@ def main(folder: Path) -> None:
         run = fedblur.train(case(name), out=folder / name)
         torch.save(parameters_to_vector(run.module.parameters()).detach(), folder / f"{name}.{rank()}.pt")
         (folder / f"{name}.{rank()}.json").write_text(json.dumps([run.accuracy, run.epsilon, len(run.rounds)]))
+    lost_end(folder / "whole", folder / "resumed")
+    fedblur.resume(folder / "resumed")
+
+
+def lost_end(whole: Path, copy: Path) -> None:
+    """Copy a run as it was before its last checkpoint; the other rank waits for it."""
+    if rank() == 0:
+        shutil.copytree(whole, copy)
+        last = max((copy / "checkpoints").glob("round-*"))
+        for path in (*copy.glob(f"checkpoints/{last.stem}*"), copy / "summary.json", copy / "model.safetensors"):
+            path.unlink()
+        copy.with_suffix(".ready").touch()
+    while not copy.with_suffix(".ready").exists():
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedblur.client import ClientJob
-from fedblur.config import LocalTraining
+from fedblur.core.config import LocalTraining
+from fedblur.core.registry import build
+from fedblur.core.rng import Seeded
 from fedblur.data.population import Packed
 from fedblur.engines import LocalEngine, WorkerEngine
-from fedblur.models import make_model
-from fedblur.registry import build
-from fedblur.rng import Seeded
+from fedblur.learning.client import ClientJob
+from fedblur.learning.models import make_model
 from tests.worlds import CPU, SmallCnn, job_for, packed, work_for
 
 SIZES = [1, 3, 8, 20, 33, 8, 5]

@@ -9,13 +9,18 @@ import torch
 from torch import nn
 
 import fedblur
+from fedblur.data.population import Federation, Samples
 from fedblur.engines import Choice, timing
 from fedblur.engines.choice import choose_engine, rule
+from fedblur.engines.cohort_sum import Wanted
 from fedblur.engines.distributed import Ranks
 from fedblur.engines.local import LocalEngine
 from fedblur.engines.timing import Work, timed_choice
-from fedblur.setup import Machine, _choice
-from fedblur.train import resume
+from fedblur.privacy.accounting import make_plan
+from fedblur.privacy.mechanisms.gaussian import Gaussian
+from fedblur.privacy.sampling import FullSampler
+from fedblur.training.machine import Machine
+from fedblur.training.resume import resume
 from tests.worlds import CPU, SmallCnn, job_for, packed
 
 SHORT = fedblur.Config(rounds=4, seed=0, checkpoint_every=2, epsilon=4.0)
@@ -103,15 +108,21 @@ def test_choice__a_model_that_vmap_refuses_goes_one_by_one(timed: Path) -> None:
 
 def test_choice__other_ranks_take_rank_0s_and_time_nothing(timed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Told(Ranks):
-        def __init__(self) -> None:
-            self.rank, self.engine = 1, None
-
         def tell(self, message: Choice | None = None) -> Choice:
             assert message is None
             return Choice("vectorised", "as rank 0 found")
 
+        def _demand_alike(self, clients: int, parameters: int) -> None:
+            assert (clients, parameters) == (3, wanted.work.job.layout.total)
+
     asked = stub(monkeypatch, 9.0, 1.0)
-    assert _choice(work(SmallCnn()), Machine(), CPU, Told()) == Choice("vectorised", "as rank 0 found")
+    clients = packed([5, 6, 7])
+    data = Federation("made up", clients, None, 0, Samples(clients.x, clients.y))
+    plan = make_plan(FullSampler(3), Gaussian(), rounds=1, delta=1e-2, noise_multiplier=1.0)
+    wanted = Wanted(work(SmallCnn()), data, plan, CPU, "fp32", private=False)
+    source = Told(1, 2, CPU, 1.0).connect(wanted)
+    assert source.choice == Choice("vectorised", "as rank 0 found")
+    assert source.machine.endswith("(as rank 0 found), fp32, 2 processes")
     assert not asked
 
 

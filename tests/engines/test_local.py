@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from fedblur.config import LocalTraining
+from fedblur.core.config import LocalTraining
+from fedblur.core.errors import ModelError
+from fedblur.core.rng import Seeded
 from fedblur.engines import LocalEngine, local
 from fedblur.engines.choice import even_blocks
-from fedblur.engines.isolation import clients_interfere
-from fedblur.errors import ModelError
-from fedblur.rng import Seeded
+from fedblur.engines.isolation_check import clients_interfere
 from tests.worlds import SmallCnn, job_for, packed
 
 

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 import fedblur
+from fedblur.core.rng import Seeded
 from fedblur.engines import LocalEngine, WorkerEngine, workers
-from fedblur.mechanisms.base import Release
-from fedblur.mechanisms.gaussian import Gaussian
-from fedblur.rng import Seeded
-from fedblur.setup import Machine
+from fedblur.privacy.mechanisms.base import Release
+from fedblur.privacy.mechanisms.gaussian import Gaussian
+from fedblur.training.machine import Machine
 from tests.engines.neighbours import METHODS, messages, same_bits
 from tests.worlds import CPU, SmallCnn, job_for, packed
 
 
 def model_of(folder: Path, engine: str, model: str) -> bytes:
     config = fedblur.Config(
-        dataset="digits", model=model, method="blur+lus", rounds=3, seed=1, sample_rate=0.1, epsilon=4.0
+        dataset="digits", model=model, method="blur+lus", rounds=2, seed=1, sample_rate=0.05, epsilon=4.0
     )
     run = fedblur.train(config, out=folder, machine=Machine(engine=engine))
     return (run.path / "model.safetensors").read_bytes()

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from fedblur.config import LocalTraining
+from fedblur.core.config import LocalTraining
+from fedblur.core.rng import Seeded
 from fedblur.engines import LocalEngine, WorkerEngine
 from fedblur.engines import workers as engine_file
 from fedblur.engines.workers import _in_order, channels_last
-from fedblur.methods.blur import Blur
-from fedblur.methods.lus import Lus
-from fedblur.methods.prox import Prox
-from fedblur.methods.sam import Sam
-from fedblur.rng import Seeded
+from fedblur.learning.methods.blur import Blur
+from fedblur.learning.methods.lus import Lus
+from fedblur.learning.methods.prox import Prox
+from fedblur.learning.methods.sam import Sam
 from tests.worlds import CPU, SmallCnn, job_for, packed
 
 SIZES = [1, 3, 8, 20, 33, 8, 5]

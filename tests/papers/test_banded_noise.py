@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedblur.accounting import calibrate
-from fedblur.events import Gaussian, PoissonSampled
+from fedblur.privacy.accounting import calibrate
+from fedblur.privacy.events import Gaussian, PoissonSampled
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = runpy.run_path(str(ROOT / "tools" / "banded_noise.py"))

@@ -10,9 +10,9 @@ import torch
 
 from fedblur.data.packed import export
 from fedblur.data.source import Split, Stored
-from fedblur.experiments import Cell, read_spec, run_cells
-from fedblur.results import Results
-from fedblur.setup import Machine
+from fedblur.experiments.result_store import Results
+from fedblur.experiments.table import Cell, read_spec, run_cells
+from fedblur.training.machine import Machine
 
 FOLDER = Path(__file__).resolve().parents[2] / "papers" / "beyond"
 TINY = [

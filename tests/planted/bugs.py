@@ -14,25 +14,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fedblur.bounding
-import fedblur.client
+import fedblur.core.rng
 import fedblur.engines.local
-import fedblur.functional
-import fedblur.rng
-import fedblur.train
-from fedblur.bounding import Message
-from fedblur.clipping import Bounded, clip_l2
+import fedblur.learning.module_function
+import fedblur.privacy.clipping
+import fedblur.training.loop
+from fedblur.core.rng import Rng, Seeded, System
 from fedblur.engines import LocalEngine
-from fedblur.ledger import Ledger
-from fedblur.mechanisms.base import Noise, Release
-from fedblur.mechanisms.ddgauss import DDGauss
-from fedblur.mechanisms.fixed_point import FixedPoint
-from fedblur.mechanisms.gaussian import Gaussian
-from fedblur.mechanisms.secure_sum import SecureSum
-from fedblur.methods.lus import Lus
-from fedblur.rng import Rng, Seeded, System
-from fedblur.sampling import PoissonSampler
-from fedblur.server import Server
+from fedblur.learning import client
+from fedblur.learning.methods.lus import Lus
+from fedblur.privacy.clipping import Bounded, Message, clip_l2
+from fedblur.privacy.ledger import Ledger
+from fedblur.privacy.mechanisms.base import Noise, Release
+from fedblur.privacy.mechanisms.ddgauss import DDGauss
+from fedblur.privacy.mechanisms.gaussian import FixedPoint, Gaussian
+from fedblur.privacy.mechanisms.secure_sum import SecureSum
+from fedblur.privacy.sampling import PoissonSampler
+from fedblur.training.server import Server
 from tests.planted import catchers
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -60,23 +58,25 @@ def bug(what: str, *catchers: str, asked: bool = True) -> Callable[[Plant], Plan
     return add
 
 
-def _clip_block(how: Callable[[Tensor, fedblur.client.ClientJob], Tensor]) -> Callable[..., fedblur.client.Block]:
+def _clip_block(
+    how: Callable[[Tensor, client.ClientJob], Tensor],
+) -> Callable[..., client.Block]:
     """The client's last step, with another way to bound its update."""
 
-    def clip_block(trained: fedblur.client.Trained, job: fedblur.client.ClientJob) -> fedblur.client.Block:
+    def clip_block(trained: client.Trained, job: client.ClientJob) -> client.Block:
         norms = trained.update.double().norm(dim=1)
-        return fedblur.client.Block(Bounded(how(trained.update, job), job.clip_norm), trained.trained_norm, norms)
+        return client.Block(Bounded(how(trained.update, job), job.clip_norm), trained.trained_norm, norms)
 
     return clip_block
 
 
 @bug("each tensor is clipped to S on its own: L tensors let √L·S through", "worst case", "a client sends at most S")
 def clip_per_tensor(patch: pytest.MonkeyPatch) -> None:
-    def per_tensor(update: Tensor, job: fedblur.client.ClientJob) -> Tensor:
+    def per_tensor(update: Tensor, job: client.ClientJob) -> Tensor:
         sizes = [int(np.prod(shape)) for shape in job.layout.shapes]
         return torch.cat([clip_l2(part, job.clip_norm)[0].value for part in torch.split(update, sizes, dim=1)], dim=1)
 
-    patch.setattr(fedblur.client, "clip_block", _clip_block(per_tensor))
+    patch.setattr(client, "clip_block", _clip_block(per_tensor))
 
 
 @bug(
@@ -85,12 +85,12 @@ def clip_per_tensor(patch: pytest.MonkeyPatch) -> None:
     "a client sends at most S",
 )
 def clip_before_sparsifying_and_rescale(patch: pytest.MonkeyPatch) -> None:
-    def clip_then_shape(update: Tensor, job: fedblur.client.ClientJob) -> Tensor:
+    def clip_then_shape(update: Tensor, job: client.ClientJob) -> Tensor:
         clipped = clip_l2(update, job.clip_norm)[0].value
         kept = next((1 - method.sparsity for method in job.methods if isinstance(method, Lus)), 1.0)
         return clipped * (clipped != 0) / kept
 
-    patch.setattr(fedblur.client, "clip_block", _clip_block(clip_then_shape))
+    patch.setattr(client, "clip_block", _clip_block(clip_then_shape))
 
 
 def _drawn(patch: pytest.MonkeyPatch, how: Callable[[Tensor, Release], Tensor]) -> None:
@@ -137,7 +137,7 @@ def weights_by_sample_count(patch: pytest.MonkeyPatch) -> None:
         block = train(self, job, shard, ids, chosen, rng)
         weights = shard.sizes[chosen] / shard.sizes.float().mean()
         scaled = Bounded(block.bounded.value * weights[:, None], block.bounded.l2_bound)
-        return fedblur.client.Block(scaled, block.trained_norms, block.norms)
+        return client.Block(scaled, block.trained_norms, block.norms)
 
     patch.setattr(LocalEngine, "_train", weighted)
 
@@ -153,10 +153,10 @@ def fixed_size_sampling_under_poisson_accounting(patch: pytest.MonkeyPatch) -> N
 
 @bug("updates are clipped to the mean norm of the cohort", "worst case", "a client sends at most S", "isolation")
 def a_data_dependent_clip_norm(patch: pytest.MonkeyPatch) -> None:
-    def by_mean_norm(update: Tensor, job: fedblur.client.ClientJob) -> Tensor:
+    def by_mean_norm(update: Tensor, job: client.ClientJob) -> Tensor:
         return clip_l2(update, float(update.double().norm(dim=1).mean()))[0].value
 
-    patch.setattr(fedblur.client, "clip_block", _clip_block(by_mean_norm))
+    patch.setattr(client, "clip_block", _clip_block(by_mean_norm))
 
 
 @bug("a model with BatchNorm, whose statistics leave without clip or noise", "refusal of BatchNorm")
@@ -196,7 +196,7 @@ def float_rounding_in_the_norm(patch: pytest.MonkeyPatch) -> None:
         norms = updates.norm(dim=-1)
         return Bounded(updates * (clip_norm / norms).clamp(max=1.0)[:, None], clip_norm), norms
 
-    patch.setattr(fedblur.bounding, "clip_l2", naive)
+    patch.setattr(fedblur.privacy.clipping, "clip_l2", naive)
 
 
 @bug("the sum is divided by the cohort that came", "the denominator is constant", asked=False)
@@ -237,7 +237,7 @@ def nan_passes_the_clip(patch: pytest.MonkeyPatch) -> None:
         norms = updates.double().norm(dim=-1)
         return Bounded(updates * (clip_norm / norms).clamp(max=1.0).float()[:, None], clip_norm), norms
 
-    patch.setattr(fedblur.bounding, "clip_l2", trusting)
+    patch.setattr(fedblur.privacy.clipping, "clip_l2", trusting)
 
 
 @bug("noise shares are sized for more clients than take part", "worst case with shares", asked=False)
@@ -253,8 +253,10 @@ def a_secure_sum_without_noise(patch: pytest.MonkeyPatch) -> None:
 
 @bug("a seeded run does not say that it is not private", "a seeded run says so", asked=False)
 def a_seed_passed_off_as_private(patch: pytest.MonkeyPatch) -> None:
-    make = fedblur.rng.make_rng
-    patch.setattr("fedblur.setup.make_rng", lambda seed: make(None) if seed is None else _Replaying(make(seed).key))
+    make = fedblur.core.rng.make_rng
+    patch.setattr(
+        "fedblur.training.setup.make_rng", lambda seed: make(None) if seed is None else _Replaying(make(seed).key)
+    )
 
 
 @bug("the second half of the noise repeats the first: one draw for all tensors of a shape", "worst case", asked=False)

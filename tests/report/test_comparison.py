@@ -7,15 +7,13 @@ from scipy import stats
 
 from fedblur.report.comparison import Versus, compare
 from fedblur.report.records import Group, Record
+from tests.worlds import record_of_a_run
 
 A, B = [0.90, 0.93, 0.92], [0.915, 0.935, 0.94]
 
 
 def group(label: str, scores: list[float], seeds: list[int | None], **axes: object) -> Group:
-    summaries = [
-        {"status": "complete", "accuracy": score, "privacy": {"epsilon": 2.0}, "local_only": {"clipped_share": 0.5}}
-        for score in scores
-    ]
+    summaries = [record_of_a_run(accuracy=score) for score in scores]
     records = [
         Record("r", label, axes, {"seed": seed}, [], summary) for seed, summary in zip(seeds, summaries, strict=True)
     ]
@@ -66,8 +64,8 @@ def test_compare__equal_differences_are_not_tested() -> None:
 def test_compare__few_seeds_are_called_few_and_a_missing_difference_is_not_equality() -> None:
     found = against(A, B)
     assert found is not None
-    assert "no difference shown, which does not mean that there is none" in found.words(1)
-    assert "3 are few" in found.words(1)
+    assert "no difference shown, which does not prove that there is none" in found.words(1)
+    assert "3 are too few to check normality" in found.words(1)
 
 
 def test_compare__several_comparisons_share_the_level() -> None:

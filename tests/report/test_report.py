@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from fedblur.experiments.result_store import pack
 from fedblur.report.dashboard import LOCAL_ONLY, make_report, render
 from fedblur.report.records import find_records
-from fedblur.runfolder import RunFolder
-from tests.cli import invoke
+from fedblur.training.run_folder import RunFolder
+from tests.commandline import invoke
+from tests.report.drawing import axis_titles, charts, collisions, points, tips
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ("--rounds", 6, "--clients", 60, "--sample-rate", 0.3, "--quiet")
@@ -84,6 +89,31 @@ def test_report__of_a_run_has_every_chart_with_words_and_numbers(run: Path) -> N
         assert re.search(rf'id="{key}-data">.*?<tbody>\s*<tr><td>', page, re.DOTALL)
 
 
+def check_charts(page: str) -> None:
+    """Each has two axis titles, words under the pointer for all that is drawn, and labels that touch nothing."""
+    assert len(charts(page)) == len(Outline(page).figures)
+    for chart in charts(page):
+        name = chart.attrib["aria-labelledby"]
+        assert len(axis_titles(chart)) == 2, name
+        assert all(axis_titles(chart)), name
+        assert len(tips(chart)) >= points(chart) >= 1, name
+        assert all(re.search(r"\d", tip) for tip in tips(chart)), name
+        assert not collisions(chart), name
+
+
+def test_report__axes_have_titles_charts_show_values_and_labels_touch_nothing(run: Path, table: Path) -> None:
+    for path in (run, table):
+        check_charts(page_of(path))
+    titles = {title for chart in charts(page_of(run)) for title in axis_titles(chart)}
+    assert {"held-out accuracy (%)", "norm of an update (ℓ2)", "accuracy on own samples (%)", "round"} <= titles
+
+
+def test_report__captions_leave_the_numbers_to_charts_and_tables(table: Path) -> None:
+    for caption in re.findall(r'class="words" id="[\w-]+">([^<]*)', page_of(table)):
+        assert len(re.findall(r"\d+(?:\.\d+)?(?= %| times)", caption)) <= 1, caption
+        assert caption.rstrip().endswith(".")
+
+
 def test_report__shows_what_the_run_recorded(run: Path) -> None:
     page, rows = page_of(run), RunFolder(run).read_rounds()
     summary = json.loads(RunFolder(run).summary.read_text())
@@ -97,8 +127,8 @@ def test_report__shows_what_the_run_recorded(run: Path) -> None:
 def test_report__public_is_the_same_page_whatever_the_local_only_figures_are(run: Path, copy: Path) -> None:
     changed = [row | {"seconds": 99.0, "local_only": {"clipped_share": 0.77}} for row in RunFolder(copy).read_rounds()]
     RunFolder(copy).rounds.write_text("".join(json.dumps(row) + "\n" for row in changed))
-    summary = json.loads(RunFolder(copy).summary.read_text())
-    RunFolder(copy).write_summary(summary | {"seconds": 99.0, "local_only": {"clipped_share": 0.77}})
+    summary = RunFolder(copy).read_summary()
+    RunFolder(copy).write_summary(replace(summary, seconds=99.0, local_only={"clipped_share": 0.77}))
     pages = [re.sub(r"statement made [^<]*", "", page_of(path, public=True)) for path in (run, copy)]
     assert pages[0] == pages[1]
     assert Outline(pages[0]).figures == ["by-round", "by-epsilon"]
@@ -118,16 +148,32 @@ def test_report__marks_every_chart_that_no_noise_protects(run: Path) -> None:
 
 def test_report__of_a_table_compares_its_rows_over_seeds(table: Path) -> None:
     found = json.loads(invoke("report", table, "--json"))
-    first, second = found["groups"]
-    assert [first["label"], second["label"]] == ["DP-FedAvg", "DP-FedAvg + BLUR + LUS"]
-    assert first["seeds"] == second["seeds"] == second["versus"]["n"] == 3
-    assert second["versus"]["baseline"] == "DP-FedAvg"
+    first, second, third = found["groups"]
+    names = [first["label"], second["label"], third["label"]]
+    assert names == ["DP-FedAvg", "DP-FedAvg + BLUR + LUS", "recipe, untuned"]
+    assert first["seeds"] == second["seeds"] == second["versus"]["n"] == third["versus"]["n"] == 3
+    assert second["versus"]["baseline"] == third["versus"]["baseline"] == "DP-FedAvg"
     assert second["versus"]["difference"] == pytest.approx(second["accuracy"] - first["accuracy"])
     page = (table / "report.html").read_text()
     assert f"{first['accuracy']:.2f} ± {first['spread']:.2f}" in page
-    assert "All 6 runs on these clients together: ε = ∞, since 6 runs drew the noise from a seed" in page
+    assert "All 9 runs on these clients together: ε = ∞, since 9 runs drew the noise from a seed" in page
     assert "NOT PRIVATE: seeded." in page
-    assert len(Outline(page).figures) == 3 + 2 * 5
+    assert len(Outline(page).figures) == 3 + 3 * 5
+
+
+def test_report__of_a_table_keeps_its_title_and_the_order_of_rows_and_axes(tmp_path: Path) -> None:
+    rows = "".join(f'[[rows]]\nlabel = "{name}"\nclip_norm = {norm}\n' for name, norm in [("z", 0.2), ("a", 0.1)])
+    axes = "[axes]\nsample_rate = [0.5, 0.3]\nepsilon = [8, 2]\nseed = [0]\n"
+    spec = tmp_path / "order.toml"
+    spec.write_text(f'title = "Clip norms & rates"\n[base]\nrounds = 2\nclients = 40\n{axes}{rows}')
+    invoke("table", spec, "--out", tmp_path / "out", "--quiet")
+    report = make_report(find_records([tmp_path / "out"]))
+    assert report.title == "Clip norms & rates"
+    assert "<h1>Clip norms &amp; rates</h1>" in render(report)
+    assert [group.name for group in report.groups] == [
+        f"{label}, sample_rate = {rate}, epsilon = {epsilon}"
+        for label in "za" for rate in (0.5, 0.3) for epsilon in (8, 2)
+    ]  # fmt: skip
 
 
 def test_report__of_results_alone_says_that_the_ledger_is_elsewhere(table: Path, tmp_path: Path) -> None:
@@ -135,6 +181,8 @@ def test_report__of_results_alone_says_that_the_ledger_is_elsewhere(table: Path,
     page = page_of(tmp_path / "kept")
     assert "Only this run&#39;s result is here, not its ledger" in page
     assert {"by-round", "ends", "g0-norms", "g1-clipped"} <= set(Outline(page).figures)
+    pack(tmp_path / "kept/results")
+    assert page_of(tmp_path / "kept") == page
 
 
 def test_report__of_a_run_that_goes_on_shows_what_there_is(copy: Path) -> None:
@@ -151,8 +199,8 @@ def test_report__of_a_run_that_goes_on_shows_what_there_is(copy: Path) -> None:
 
 
 def test_report__of_a_stopped_run_says_so(copy: Path) -> None:
-    summary = json.loads(RunFolder(copy).summary.read_text())
-    RunFolder(copy).write_summary(summary | {"status": "stopped after 4 of 6 rounds"})
+    summary = RunFolder(copy).read_summary()
+    RunFolder(copy).write_summary(replace(summary, status="stopped after 4 of 6 rounds"))
     assert "stopped after 4 of 6 rounds" in page_of(copy)
 
 
@@ -169,6 +217,7 @@ def test_report__of_other_kinds_of_runs_draws_what_they_have(
     flags: tuple[object, ...], missing: set[str], tmp_path: Path
 ) -> None:
     invoke("run", *SHORT, *flags, "--out", tmp_path / "run")
+    check_charts(page_of(tmp_path / "run"))
     figures = set(Outline(page_of(tmp_path / "run")).figures)
     keys = {"by-round", "by-epsilon", "g0-norms", "g0-clipped", "g0-signal", "g0-classes", "g0-clients"}
     assert keys - figures == missing
@@ -201,3 +250,11 @@ def test_report__names_are_text_and_never_markup(copy: Path) -> None:
 def test_report__says_what_it_needs(name: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert words in " ".join(invoke("report", tmp_path / name, status=2).split())
+
+
+def test_report__nothing_imports_matplotlib_before_a_figure_is_drawn() -> None:
+    code = (
+        "import sys, fedblur.report.plots, fedblur.report.dashboard, fedblur.report.serving, fedblur.cli.data\n"
+        "assert not [name for name in sys.modules if name.split('.')[0] == 'matplotlib']"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fedblur.report.serving import Live, LiveServer, serve
-from tests.cli import invoke
+from tests.commandline import invoke
 
 SHORT = ("--rounds", 4, "--clients", 40, "--quiet")
 
@@ -31,7 +31,7 @@ def server(tmp_path: Path) -> Iterator[LiveServer]:
 
 
 def ask(server: LiveServer, method: str = "GET", path: str = "/", **headers: str) -> tuple[int, dict[str, str], str]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=300)
     connection.putrequest(method, path, skip_host="Host" in headers)
     for name, value in headers.items():
         connection.putheader(name.replace("_", "-"), value)
@@ -114,7 +114,7 @@ def test_watch__ends_cleanly_when_it_is_interrupted(tmp_path: Path) -> None:
         assert process.stdout is not None
         assert re.search(r"at http://127.0.0.1:\d+/", process.stdout.readline())
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=300)
     assert process.returncode == 0
     assert "stopped watching" in out
     assert err == ""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedblur.report.figure import thin
+from fedblur.report.charts import LONGEST, thin
 from fedblur.report.svg import (
     HEIGHT,
     WIDTH,
@@ -17,11 +17,13 @@ from fedblur.report.svg import (
     Series,
     axis_of,
     bar_chart,
+    hundredths,
     interval_chart,
     line_chart,
     log_ticks,
     ticks,
 )
+from tests.report.drawing import axis_titles, collisions, points, tips
 
 FINITE = st.floats(1e-6, 1e6)
 
@@ -29,9 +31,12 @@ FINITE = st.floats(1e-6, 1e6)
 @given(st.lists(FINITE, min_size=1, max_size=30), st.booleans())
 def test_line_chart__every_mark_lies_inside(ys: list[float], log: bool) -> None:
     xs = [float(index) for index in range(len(ys))]
-    series = [Series("a", xs, ys, 0, [(ys, [y * 2 for y in ys])])]
-    drawn = line_chart("k", series, axis_of("x", xs), axis_of("y", [*ys, 2 * max(ys)], log=log), ["tip"] * len(xs))
-    root = ET.fromstring(drawn)
+    series = [Series(xs, ys, 0, [(ys, [y * 2 for y in ys])])]
+    y = axis_of("norm (ℓ2)", [*ys, 2 * max(ys)], log=log)
+    root = ET.fromstring(line_chart("k", series, axis_of("round", xs), y, [(x, f"round {x:g}") for x in xs]))
+    assert axis_titles(root) == ["norm (ℓ2)", "round"]
+    assert tips(root) == [f"round {x:g}" for x in xs]
+    assert not collisions(root)
     for path in root.iter("path"):
         numbers = [float(number) for number in re.findall(r"-?[\d.]+", path.attrib["d"])]
         assert all(0 <= x <= WIDTH for x in numbers[::2])
@@ -60,15 +65,56 @@ def test_axis__a_single_value_has_a_place() -> None:
 
 
 def test_bar_chart__a_class_without_samples_is_a_gap() -> None:
-    drawn = bar_chart("k", [0.5, None, 1.0], ["0", "1", "2"], "class", Axis("", 0, 1), [0.7], ["a", "b", "c"])
-    assert drawn.count('class="bar') == 2
-    assert drawn.count('class="hit"') == 3
+    y = Axis("accuracy (%)", 0, 1, write=hundredths)
+    drawn = ET.fromstring(bar_chart("k", [0.5, None, 1.0], ["0", "1", "2"], "class", y, ["a", "b", "c"], [0.7]))
+    assert points(drawn) == 2
+    assert tips(drawn) == ["a", "b", "c"]
+    assert axis_titles(drawn) == ["accuracy (%)", "class"]
+
+
+@given(st.integers(1, 120), st.booleans())
+def test_bar_chart__names_touch_neither_bars_nor_one_another(count: int, edges: bool) -> None:
+    shares = [index / count for index in range(count)]
+    names = [str(index) for index in range(len(shares) + (1 if edges else 0))]
+    drawn = bar_chart("k", shares, names, "class", Axis("%", 0, 1, write=hundredths), ["tip"] * len(shares))
+    assert not collisions(ET.fromstring(drawn))
+
+
+@given(st.lists(st.tuples(st.floats(1, 90), st.just(0.0) | st.floats(0.001, 5)), min_size=1, max_size=8))
+def test_interval_chart__names_lie_above_their_ranges(ends: list[tuple[float, float]]) -> None:
+    rows = [(index, mean - spread, mean, mean + spread) for index, (mean, spread) in enumerate(ends)]
+    x = axis_of("accuracy (%)", [edge for row in rows for edge in row[1:]])
+    names = [f"{index}".ljust(LONGEST, "n") for index in range(len(rows))]
+    drawn = ET.fromstring(interval_chart("k", rows, names, x, "setting", names))
+    assert not collisions(drawn)
+    assert axis_titles(drawn) == ["setting", "accuracy (%)"]
+    assert tips(drawn) == names
+
+
+def test_collisions__are_found() -> None:
+    """The check itself: a name on a bar, a name on a name, a name outside."""
+    text = '<text class="{}" x="{}" y="50">0.5</text>'
+    touching = {
+        text.format("row", 20) + '<rect class="bar s0" x="30" y="40" width="9" height="30"/>': 1,
+        text.format("row", 20) + text.format("tick", 30): 1,
+        text.format("tick", 1): 1,
+        text.format("row", 20) + text.format("row", 60): 0,
+    }
+    for marks, found in touching.items():
+        assert len(collisions(ET.fromstring(f'<svg viewBox="0 0 200 100">{marks}</svg>'))) == found
 
 
 def test_charts__words_are_escaped() -> None:
-    drawn = interval_chart("k", [(0, 1, 2, 3)], ["<b>&"], axis_of("<x>", [1, 3]))
+    drawn = interval_chart("k", [(0, 1, 2, 3)], ["<b>&"], axis_of("<x>", [1, 3]), "<y>", ["<i>"])
     assert "<b>" not in drawn
+    assert "<i>" not in drawn
     ET.fromstring(drawn)
+
+
+def test_axis__ticks_of_a_narrow_range_are_told_apart() -> None:
+    axis = axis_of("accuracy (%)", [85.61, 85.68])
+    written = [axis.write(tick) for tick in axis.ticks()]
+    assert written == ["85.6", "85.62", "85.64", "85.66", "85.68"]
 
 
 def test_thin__keeps_first_and_last() -> None:

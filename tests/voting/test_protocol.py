@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,14 +13,14 @@ from torch import nn
 from typer.testing import CliRunner
 
 import fedblur
-from fedblur.cli import app
-from fedblur.errors import PrivacyError, RunError
-from fedblur.experiments import read_spec, run_table
-from fedblur.ledger import Ledger, open_ledger
-from fedblur.setup import Machine
-from fedblur.summary import NOISELESS, SEEDED
+from fedblur.cli.app import app
+from fedblur.core.errors import PrivacyError, RunError, TimeIsUp
+from fedblur.experiments.table import read_spec, run_table
+from fedblur.privacy.claim import NOISELESS, SEEDED
+from fedblur.privacy.ledger import Ledger, open_ledger
+from fedblur.training.machine import Machine
 from fedblur.voting import protocol
-from tests.test_train import own_world
+from tests.training.test_loop import own_world
 
 QUICK = {"name": "ae-dpfl", "teacher_steps": 30, "student_steps": 40, "queries": 30}
 SHORT = fedblur.Config(method=QUICK, epsilon=8.0, seed=0)
@@ -45,10 +46,17 @@ def weights(path: Path) -> bytes:
     return (path / "model.safetensors").read_bytes()
 
 
-def test_run__writes_a_whole_run_folder(tmp_path: Path) -> None:
-    run = fedblur.train(SHORT, out=tmp_path / "run")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> fedblur.Run:
+    """A run that nothing disturbed; tests only read it."""
+    return fedblur.train(SHORT, out=tmp_path_factory.mktemp("whole") / "run")
+
+
+def test_run__writes_a_whole_run_folder(whole: fedblur.Run) -> None:
+    run = whole
     assert {p.name for p in run.path.iterdir()} == {
         "config.json", "rounds.jsonl", "ledger.jsonl", "checkpoints", "model.safetensors", "summary.json",
+        "statement.md", "statement.html", "statement.json",
     }  # fmt: skip
     stored = load_file(run.path / "model.safetensors")
     assert all(torch.equal(stored[name], p) for name, p in run.module.state_dict().items())
@@ -57,8 +65,8 @@ def test_run__writes_a_whole_run_folder(tmp_path: Path) -> None:
     assert spends(run.path) == 1
 
 
-def test_invariant_10__the_result_states_everything(tmp_path: Path) -> None:
-    run = fedblur.train(SHORT, out=tmp_path / "run")
+def test_invariant_10__the_result_states_everything(whole: fedblur.Run) -> None:
+    run = whole
     summary, privacy = run.summary, run.summary["privacy"]
     stated = "epsilon delta accountant adjacency sampling trust_model tuning unit mechanism"
     for key in stated.split():
@@ -71,8 +79,8 @@ def test_invariant_10__the_result_states_everything(tmp_path: Path) -> None:
     assert "needs a public unlabelled pool of 124 samples that the other methods do not have" in summary["data_note"]
 
 
-def test_invariant_7__what_was_not_released_is_local_only(tmp_path: Path) -> None:
-    run = fedblur.train(SHORT, out=tmp_path / "run")
+def test_invariant_7__what_was_not_released_is_local_only(whole: fedblur.Run) -> None:
+    run = whole
     local = run.summary["local_only"]
     low, median, high = local["teacher_accuracy_quartiles"]
     assert 0 < low <= median <= high < 1
@@ -147,7 +155,7 @@ def test_run__nobody_learns_from_the_labels_of_the_pool(tmp_path: Path) -> None:
     world = own_world()
     config = replace(SHORT, method=QUICK | {"queries": 10})
     plain = fedblur.train(config, out=tmp_path / "plain", federation=world)
-    from fedblur.voting.pool import reserve
+    from fedblur.voting.setup import reserve
 
     pool = reserve(world.train, config.voting, config.data_seed)
     train = world.train
@@ -164,8 +172,7 @@ def test_run__nobody_learns_from_the_labels_of_the_pool(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("stage", "round_"), [("teachers", 1), ("teachers", 200), ("student", 1), ("student", 13)])
-def test_resume__goes_on_bit_identically(tmp_path: Path, stage: str, round_: int) -> None:
-    whole = fedblur.train(SHORT, out=tmp_path / "whole")
+def test_resume__goes_on_bit_identically(tmp_path: Path, whole: fedblur.Run, stage: str, round_: int) -> None:
     with pytest.raises(Stop):
         fedblur.train(SHORT, out=tmp_path / "broken", watch=stop_at(stage, round_))
     if stage == "teachers":
@@ -234,12 +241,13 @@ def test_resume__a_finished_run_stays_what_it_is(tmp_path: Path) -> None:
     assert again.summary["privacy"] == run.summary["privacy"]
 
 
-def test_stop__a_student_that_was_interrupted_says_so_and_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stopped", [KeyboardInterrupt, TimeIsUp])
+def test_stop__a_student_that_was_interrupted_says_so_and_goes_on(stopped: type[BaseException], tmp_path: Path) -> None:
     def interrupt(row) -> None:
         if row["stage"] == "student" and row["round"] == 5:
-            raise KeyboardInterrupt
+            raise stopped
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(stopped):
         fedblur.train(SHORT, out=tmp_path / "run", watch=interrupt)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "stopped after 10 of 40 steps of the student"
@@ -250,7 +258,8 @@ def test_stop__a_student_that_was_interrupted_says_so_and_goes_on(tmp_path: Path
 
 
 def test_cli__run_says_what_teachers_are_worth(tmp_path: Path) -> None:
-    words = ["--set", "method.ae-dpfl.student_steps=40", "--set", "method.ae-dpfl.teacher=mlp", "--seed", "1"]
+    few = ["--set", "method.ae-dpfl.student_steps=40", "--set", "method.ae-dpfl.teacher_steps=10"]
+    words = [*few, "--set", "method.ae-dpfl.teacher=mlp", "--seed", "1"]
     result = CliRunner().invoke(app, ["run", "--method", "ae-dpfl", *words, "--out", str(tmp_path / "run")])
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
@@ -299,11 +308,15 @@ def test_table__a_cell_that_was_stopped_goes_on(tmp_path: Path) -> None:
 # --- what it is for ---
 
 
-def test_mnist_by_writer__the_student_beats_its_median_teacher_by_far(tmp_path: Path, hub_dir: Path) -> None:
+@pytest.mark.long  # in make test: test_voting__on_digits_the_student_beats_its_median_teacher_by_far
+@pytest.mark.xdist_group("real data")
+def test_mnist_by_writer__the_student_beats_its_median_teacher_by_far(
+    tmp_path: Path, hub: Callable[[str], Path]
+) -> None:
     """A short form of the claim at ε = 2: 200 writers, logistic teachers; all 485 do better."""
     method = {"name": "ae-dpfl", "teacher": "logistic", "queries": 200, "teacher_steps": 60, "student_steps": 400}
     config = fedblur.Config(dataset="mnist", clients=200, model="mlp", method=method, epsilon=2.0, seed=0)
-    run = fedblur.train(config, out=tmp_path / "run", machine=Machine(data_dir=hub_dir))
+    run = fedblur.train(config, out=tmp_path / "run", machine=Machine(data_dir=hub("mnist")))
     median = run.summary["local_only"]["teacher_accuracy_quartiles"][1]
     assert run.epsilon <= 2.0
     assert 0.4 < median < 0.7

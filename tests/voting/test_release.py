@@ -8,15 +8,15 @@ import pytest
 import torch
 from scipy import integrate, stats
 
-from fedblur.accountants import gaussian_epsilon
-from fedblur.accounting import adjacency, epsilon
-from fedblur.errors import PrivacyError
-from fedblur.events import Gaussian, SelfComposed, Votes, from_json, to_json
-from fedblur.ledger import Budget, Ledger
-from fedblur.rng import Seeded, System
+from fedblur.core.errors import PrivacyError
+from fedblur.core.rng import Seeded, System
+from fedblur.privacy.accountants import gaussian_epsilon
+from fedblur.privacy.accounting import adjacency, epsilon, make_plan
+from fedblur.privacy.events import Gaussian, SelfComposed, Votes, from_json, to_json
+from fedblur.privacy.ledger import Budget, Ledger
+from fedblur.privacy.sampling import FullSampler
 from fedblur.voting import release
-from fedblur.voting.release import UNANSWERED, VoteNoise, plan_votes, release_labels
-from fedblur.voting.tally import VOTE_STEP, Tally, bounded
+from fedblur.voting.release import UNANSWERED, VOTE_STEP, Tally, VoteNoise, bounded, release_labels
 
 QUERIES = (1, 100, 500, 1000, 2000, 5000, 10000)
 PUBLISHED = {  # σ_v at δ = 1/N, to the digits that are printed
@@ -37,7 +37,7 @@ SINGLE = {
 
 
 def vote_noise(clients: int, eps: float, queries: int) -> float:
-    event = plan_votes(clients, VoteNoise(queries), epsilon=eps).event()
+    event = make_plan(FullSampler(clients), VoteNoise(queries), rounds=1, epsilon=eps).event()
     assert isinstance(event, Votes)
     return event.noise_std
 
@@ -94,19 +94,19 @@ def test_votes__checks_are_paid_for() -> None:
 
 @pytest.mark.parametrize("noise", [VoteNoise(500), VoteNoise(200, 800, 3.0), VoteNoise(1, 1, 0.5)])
 def test_plan__stays_within_epsilon_and_wastes_little(noise: VoteNoise) -> None:
-    plan = plan_votes(437, noise, epsilon=2.0)
+    plan = make_plan(FullSampler(437), noise, rounds=1, epsilon=2.0)
     assert 2.0 * (1 - 1e-3) < plan.epsilon() <= 2.0
     assert plan.release.noise_multiplier == pytest.approx(plan.noise_multiplier)
 
 
 def test_plan__without_noise_is_not_private() -> None:
-    plan = plan_votes(437, VoteNoise(500), epsilon=math.inf)
+    plan = make_plan(FullSampler(437), VoteNoise(500), rounds=1, epsilon=math.inf)
     assert plan.event().noise_std == 0
     assert epsilon(plan.event(), 1, 1e-3) == math.inf
 
 
 def test_ledger__holds_votes_and_reads_them_back(tmp_path) -> None:
-    plan = plan_votes(437, VoteNoise(200, 400, 3.0), epsilon=2.0)
+    plan = make_plan(FullSampler(437), VoteNoise(200, 400, 3.0), rounds=1, epsilon=2.0)
     ledger = Ledger(tmp_path / "ledger.jsonl", Budget(2.0, plan.delta, "pld", 1))
     ledger.demand_room(1, plan.event(), replay=False)
     ledger.spend(1, plan.event(), replay=True)

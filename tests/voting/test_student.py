@@ -6,15 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedblur.errors import ConfigError
-from fedblur.functional import Layout, as_function, initial_vector
-from fedblur.models import make_model
-from fedblur.registry import build
-from fedblur.rng import Seeded
-from fedblur.voting.augment import strong, weak
-from fedblur.voting.pool import reserve
+from fedblur.core.errors import ConfigError
+from fedblur.core.registry import build
+from fedblur.core.rng import Seeded
+from fedblur.learning.models import make_model
+from fedblur.learning.module_function import Layout, as_function, initial_vector
 from fedblur.voting.release import UNANSWERED
-from fedblur.voting.student import Course, Lessons, Student
+from fedblur.voting.setup import reserve
+from fedblur.voting.student import Student, Trainer, TrainingSet, strong, weak
 from tests.worlds import packed
 
 ONE = torch.tensor(1.0)
@@ -124,19 +123,19 @@ def test_strong__cuts_a_square_out() -> None:
 # --- the student ---
 
 
-def course(labels: torch.Tensor, x: torch.Tensor, **changes) -> tuple[Course, Student]:
+def course(labels: torch.Tensor, x: torch.Tensor, **changes) -> tuple[Trainer, Student]:
     module = make_model(build("model", "mlp"), tuple(x.shape[1:]), 10, 0).train()
-    lessons = Lessons.of(x, labels)
+    lessons = TrainingSet.of(x, labels)
     layout = Layout.of(module)
-    return Course(as_function(module), layout, lessons, settings(**changes)), Student.at(initial_vector(module))
+    return Trainer(as_function(module), layout, lessons, settings(**changes)), Student.at(initial_vector(module))
 
 
-def accuracy(taught: Course, student: Student, x: torch.Tensor, y: torch.Tensor) -> float:
+def accuracy(taught: Trainer, student: Student, x: torch.Tensor, y: torch.Tensor) -> float:
     return float((taught.forward(taught.layout.unflatten(student.theta), x).argmax(1) == y).double().mean())
 
 
 def test_lessons__unanswered_samples_join_the_rest() -> None:
-    lessons = Lessons.of(packed([10]).x, torch.tensor([3, UNANSWERED, 5, 1]))
+    lessons = TrainingSet.of(packed([10]).x, torch.tensor([3, UNANSWERED, 5, 1]))
     assert lessons.labelled.tolist() == [0, 2, 3]
     assert lessons.labels.tolist() == [3, 5, 1]
     assert lessons.rest.tolist() == [1, 4, 5, 6, 7, 8, 9]
@@ -145,7 +144,7 @@ def test_lessons__unanswered_samples_join_the_rest() -> None:
 def test_student__learns_from_labels() -> None:
     world = packed([200])
     taught, student = course(world.y[:60], world.x, student_steps=60)
-    student = taught.teach(student, 60, Seeded.root(0))
+    student = taught.train(student, 60, Seeded.root(0))
     assert accuracy(taught, student, world.x, world.y) > 0.9
 
 
@@ -156,33 +155,33 @@ def test_student__the_rest_of_the_pool_helps() -> None:
     scores = {}
     for weight in (0.0, 1.0):
         taught, student = course(world.y[:30], x, student_steps=120, consistency=weight, confidence=0.8)
-        scores[weight] = accuracy(taught, taught.teach(student, 120, Seeded.root(0)), x[30:], world.y[30:])
+        scores[weight] = accuracy(taught, taught.train(student, 120, Seeded.root(0)), x[30:], world.y[30:])
     assert scores[1.0] > scores[0.0] + 0.02
 
 
 def test_student__goes_on_as_if_it_had_never_stopped() -> None:
     world = packed([100])
     taught, student = course(world.y[:40], world.x, student_steps=20)
-    whole = taught.teach(student, 20, Seeded.root(0))
-    parts = taught.teach(taught.teach(student, 7, Seeded.root(0)), 20, Seeded.root(0))
+    whole = taught.train(student, 20, Seeded.root(0))
+    parts = taught.train(taught.train(student, 7, Seeded.root(0)), 20, Seeded.root(0))
     assert torch.equal(whole.theta, parts.theta)
 
 
 def test_student__a_pool_that_is_all_labelled_has_no_rest() -> None:
     world = packed([30])
     taught, student = course(world.y, world.x, student_steps=5)
-    assert bool(torch.isfinite(taught.teach(student, 5, Seeded.root(0)).theta).all())
+    assert bool(torch.isfinite(taught.train(student, 5, Seeded.root(0)).theta).all())
 
 
 def test_student__looks_at_no_label_that_was_not_released() -> None:
     world = packed([60])
     taught, student = course(world.y[:30], world.x, student_steps=5)
-    lessons = replace(taught.lessons, x=torch.cat([world.x[:30], torch.full_like(world.x[30:], math.nan)]))
-    plain = replace(taught, lessons=lessons, settings=settings(student_steps=5, consistency=0.0))
-    assert bool(torch.isfinite(plain.teach(student, 5, Seeded.root(0)).theta).all())
+    lessons = replace(taught.data, x=torch.cat([world.x[:30], torch.full_like(world.x[30:], math.nan)]))
+    plain = replace(taught, data=lessons, settings=settings(student_steps=5, consistency=0.0))
+    assert bool(torch.isfinite(plain.train(student, 5, Seeded.root(0)).theta).all())
 
 
-def silent(taught: Course, student: Student, x: torch.Tensor) -> bool:
+def silent(taught: Trainer, student: Student, x: torch.Tensor) -> bool:
     said = taught.forward(taught.layout.unflatten(student.theta), x).argmax(1)
     return len(said.unique()) == 1
 
@@ -195,16 +194,16 @@ def test_student__steps_that_silence_it_are_taken_again_shorter() -> None:
     for step in range(60):  # as if nobody looked
         lost = taught._step(lost, Seeded.root(0).child("student", step))
     assert silent(taught, lost, world.x)
-    student = taught.teach(student, 60, Seeded.root(0))
+    student = taught.train(student, 60, Seeded.root(0))
     assert student.steps == 60
     assert student.share < 1
     assert not silent(taught, student, world.x)
 
 
-def test_student__who_was_silent_before_or_cannot_be_helped_goes_on_as_it_is() -> None:
+def test_student__who_was_collapsed_before_or_cannot_be_helped_goes_on_as_it_is() -> None:
     world = packed([100])
     taught, student = course(world.y[:40], world.x, student_steps=10)
     student = replace(student, theta=torch.zeros_like(student.theta))  # one class for everything, from the start
-    assert taught.teach(student, 1, Seeded.root(0)).share == 1
+    assert taught.train(student, 1, Seeded.root(0)).share == 1
     wild, student = course(world.y[:40], world.x, student_steps=10, student_learning_rate=1e30)
-    assert wild.teach(student, 10, Seeded.root(0)).share == 1 / 32
+    assert wild.train(student, 10, Seeded.root(0)).share == 1 / 32

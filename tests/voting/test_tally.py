@@ -8,10 +8,9 @@ import pytest
 import torch
 from scipy import stats
 
-from fedblur.events import Votes
-from fedblur.rng import Seeded
-from fedblur.voting.release import UNANSWERED, release_labels
-from fedblur.voting.tally import VOTE_STEP, bounded
+from fedblur.core.rng import Seeded
+from fedblur.privacy.events import Votes
+from fedblur.voting.release import UNANSWERED, VOTE_STEP, bounded, release_labels
 
 
 def lengths(whole: torch.Tensor) -> list[int]:

@@ -1,4 +1,4 @@
-"""CIFAR-10: 50,000 training and 10,000 test images, 32 × 32, colour. Nobody owns one: clients are made up."""
+"""CIFAR-10: 50,000 training and 10,000 test images, 32 × 32, colour. They have no owners: clients are made up."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from fedblur.data.cache import place_of, read_cached
+from fedblur.core.registry import register
+from fedblur.data.cache import read_cached
+from fedblur.data.dataset import Dataset, Form, Raw
 from fedblur.data.holdout import both_splits
 from fedblur.data.hub import hub_source
-from fedblur.data.raw import Dataset, Form, Place, Raw
 from fedblur.data.source import Source
-from fedblur.registry import register
 
 _CLASSES = 10
 
@@ -32,9 +32,6 @@ class Cifar10(Dataset):
         stored = read_cached("cifar10", self.source(data_dir))
         train, test = both_splits(stored, "cifar10")
         return Raw(train.samples(), test.samples(), owners=None, classes=_CLASSES)
-
-    def place(self, data_dir: Path | None) -> Place:
-        return place_of("cifar10", self.source(data_dir))
 
     def source(self, data_dir: Path | None) -> Source:
         return hub_source("cifar10", "uoft-cs/cifar10", "RGB", _CLASSES, data_dir)

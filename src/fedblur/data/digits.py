@@ -1,4 +1,4 @@
-"""Handwritten digits that come with scikit-learn: 1,797 images of 8 × 8, no download, for first steps."""
+"""Handwritten digits that come with scikit-learn: 1,797 images of 8 × 8, without a download."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from fedblur.core.registry import register
+from fedblur.data.dataset import Dataset, Form, Raw
 from fedblur.data.population import Samples
-from fedblur.data.raw import Dataset, Form, Raw
-from fedblur.registry import register
 
 _SPLIT_SEED = 0  # public: the same test digits for everyone
 

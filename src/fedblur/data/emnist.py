@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from fedblur.data.cache import place_of, read_cached
+from fedblur.core.errors import DataError
+from fedblur.core.registry import register
+from fedblur.data.cache import read_cached
+from fedblur.data.dataset import Dataset, Form, Raw
 from fedblur.data.emnist_archives import CLASSES, find_archive
 from fedblur.data.holdout import check_share, only_split, train_and_test
 from fedblur.data.hub import local_folder
 from fedblur.data.packed import packed_folder
-from fedblur.data.raw import Dataset, Form, Place, Raw
-from fedblur.data.source import Source, data_folder
-from fedblur.errors import DataError
-from fedblur.registry import register
+from fedblur.data.source import Place, Source, data_folder
 
 
 @register("dataset", "emnist")
@@ -26,7 +26,7 @@ from fedblur.registry import register
 class Emnist(Dataset):
     """One of EMNIST's six published splits."""
 
-    split: Literal["byclass", "bymerge", "balanced", "letters", "digits", "mnist"] = "byclass"
+    split: Literal["byclass", "bymerge", "balanced", "letters", "digits", "mnist"] = "byclass"  # which of the six
     test_share: float = 0.1  # held out where the source has one split only
 
     default_partition: ClassVar[str] = "dirichlet"
@@ -47,7 +47,7 @@ class Emnist(Dataset):
                 "(nist.gov/itl/products-and-services/emnist-dataset) in DIR, and give data_dir=DIR or "
                 "FEDBLUR_DATA=DIR"
             )
-        stored = read_cached(f"emnist-{self.split}", source)
+        stored = read_cached(self.cache_name, source)
         train, test = train_and_test(stored, self.test_share)
         only, note = only_split(stored), ""
         if only is not None:
@@ -56,9 +56,12 @@ class Emnist(Dataset):
         classes = CLASSES[self.split]
         return Raw(train.samples(), test.samples(), train.writers, classes, note, made_up, train.names())
 
+    @property
+    def cache_name(self) -> str:
+        return f"emnist-{self.split}"
+
     def place(self, data_dir: Path | None) -> Place:
-        source = self.source(data_dir)
-        return "needs fetch" if source is None else place_of(f"emnist-{self.split}", source)
+        return "needs fetch" if self.source(data_dir) is None else super().place(data_dir)
 
     def source(self, data_dir: Path | None) -> Source | None:
         folder = data_folder(data_dir)

@@ -1,7 +1,7 @@
-"""Reads EMNIST as NIST publishes it: `matlab.zip` or its .mat files, `gzip.zip` or its IDX files.
+"""EMNIST as NIST publishes it: `matlab.zip` or its .mat files, `gzip.zip` or its IDX files.
 
-Only the MATLAB form says who wrote what. Both store each image transposed; here they are turned upright. The
-letters split counts classes from 1, here from 0.
+Only the MATLAB form names writers. Both store each image transposed; here they are turned upright. The letters
+split counts classes from 1; here they start at 0.
 """
 
 from __future__ import annotations
@@ -19,32 +19,27 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedblur.core.errors import DataError
 from fedblur.data.roles import identities
 from fedblur.data.source import Source, Split, Stored, fingerprint
-from fedblur.errors import DataError
 
 CLASSES = {"byclass": 62, "bymerge": 47, "balanced": 47, "letters": 26, "digits": 10, "mnist": 10}
 _FIRST_LABEL = {"letters": 1}
 _BROKEN = (
-    OSError,
-    EOFError,
-    KeyError,
-    IndexError,
-    TypeError,
-    ValueError,
-    zipfile.BadZipFile,
-    zlib.error,
-    struct.error,
-)
+    OSError, EOFError, KeyError, IndexError, TypeError, ValueError, zipfile.BadZipFile, zlib.error, struct.error,
+)  # fmt: skip
 
 
 def find_archive(folder: Path, split: str) -> Source | None:
-    """The first official form in the folder or its `emnist` subfolder; MATLAB first, as it has writers."""
+    """Return the first official form in the folder or its `emnist` subfolder; MATLAB first, as it has writers."""
     for place in (folder, folder / "emnist"):
         for file in (place / f"emnist-{split}.mat", place / "matlab.zip"):
             if file.is_file():
                 return MatArchive(file, split)
-        idx = [_idx_file(place, name) for name in _idx_names(split)]
+        idx = [
+            next((file for file in (place / name, place / f"{name}.gz") if file.is_file()), None)
+            for name in _idx_names(split)
+        ]
         if all(idx):
             return IdxArchive(tuple(file for file in idx if file), split)
         if (place / "gzip.zip").is_file():
@@ -68,19 +63,17 @@ class MatArchive:
         from scipy.io import loadmat
         from scipy.io.matlab import MatReadError
 
+        splits: dict[str, Split] = {}
         try:
             stream = io.BytesIO(_unwrapped(self.file, f"emnist-{self.split}.mat"))
             root = loadmat(stream, variable_names=["dataset"])["dataset"][0, 0]
-            splits = {name: self._split(root[name][0, 0]) for name in ("train", "test")}
+            for name in ("train", "test"):
+                table = root[name][0, 0]
+                writers = table["writers"].ravel() if "writers" in (table.dtype.names or ()) else None
+                splits[name] = _split_of(table["images"].reshape(-1, 28, 28), table["labels"], writers, self.split)
         except (*_BROKEN, MatReadError) as error:
             raise _broken(self.file, error) from None
         return Stored(splits, CLASSES[self.split])
-
-    def _split(self, table: np.void) -> Split:
-        writers = None
-        if "writers" in (table.dtype.names or ()):
-            writers = table["writers"].ravel()
-        return _split_of(table["images"].reshape(-1, 28, 28), table["labels"], writers, self.split)
 
 
 @dataclass(frozen=True)
@@ -96,20 +89,17 @@ class IdxArchive:
         return f"{self.split}:{fingerprint(self.files)}"
 
     def read(self) -> Stored:
+        arrays, file = [], self.files[0]
         try:
-            arrays = [self._array(position, name) for position, name in enumerate(_idx_names(self.split))]
-            train = _split_of(arrays[0], arrays[1], None, self.split)
-            test = _split_of(arrays[2], arrays[3], None, self.split)
-        except _BROKEN as error:
-            raise _broken(self.files[0], error) from None
-        return Stored({"train": train, "test": test}, CLASSES[self.split])
-
-    def _array(self, position: int, name: str) -> NDArray[np.uint8]:
-        file = self.files[position % len(self.files)]  # the zip holds all four
-        try:
-            return _read_idx(_unwrapped(file, f"{name}.gz"))
+            for position, name in enumerate(_idx_names(self.split)):
+                file = self.files[position % len(self.files)]  # the zip holds all four
+                arrays.append(_read_idx(_unwrapped(file, f"{name}.gz")))
+            file = self.files[0]
+            pairs = {"train": arrays[:2], "test": arrays[2:]}
+            splits = {name: _split_of(images, labels, None, self.split) for name, (images, labels) in pairs.items()}
         except _BROKEN as error:
             raise _broken(file, error) from None
+        return Stored(splits, CLASSES[self.split])
 
 
 def _idx_names(split: str) -> list[str]:
@@ -117,12 +107,8 @@ def _idx_names(split: str) -> list[str]:
     return [f"emnist-{split}-{part}-{kind}" for part in ("train", "test") for kind in kinds]
 
 
-def _idx_file(place: Path, name: str) -> Path | None:
-    return next((file for file in (place / name, place / f"{name}.gz") if file.is_file()), None)
-
-
 def _unwrapped(file: Path, member: str) -> bytes:
-    """A file's content, out of its zip and gzip wrappings; `member` is looked up by name in a zip."""
+    """Return a file's content without zip and gzip; `member` is looked up by name in a zip."""
     name, content = file.name, file.read_bytes() if file.suffix != ".zip" else b""
     if file.suffix == ".zip":
         with zipfile.ZipFile(file) as archive:
@@ -134,7 +120,7 @@ def _unwrapped(file: Path, member: str) -> bytes:
 
 
 def _read_idx(content: bytes) -> NDArray[np.uint8]:
-    """The IDX format: 0, 0, type 8 (unsigned byte), number of dimensions; each dimension; then the bytes."""
+    """Read the IDX format: 0, 0, type 8 (unsigned byte), number of dimensions; each dimension; then the bytes."""
     zero, kind, dimensions = struct.unpack(">HBB", content[:4])
     if zero != 0 or kind != 8:
         raise ValueError("it does not start like an IDX file of bytes")

@@ -1,8 +1,8 @@
 """Stage 0, federation. In: a data set, a partition, N. Out: N training clients, validation and test samples.
 
-Validation clients never train: they are where settings are tuned. Natural clients are divided by a hash of each one's
-id (`roles.py`), and `clients` is then a cap. Made-up clients are nobody: N/(1 - share) of them are cut, so that N stays
-exact, and roles are by lot. (One more of them deals every sample anew; there is no role to keep.)
+Validation clients never train: settings are tuned on them. A hash of each natural client's id decides its role
+(`roles.py`), and `clients` is then a cap. Made-up clients are nobody: N/(1 - share) of them are cut, so that N stays
+exact, and their roles are drawn at random. (One client more deals all samples again, so there is no role to keep.)
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedblur.data.partition import Natural, Partition
+from fedblur.core.errors import ConfigError, DataError
+from fedblur.core.registry import build
+from fedblur.core.rng import Seeded
+from fedblur.data.dataset import Dataset, Generated, Raw
+from fedblur.data.partition import Natural
 from fedblur.data.population import Federation, Packed, Samples
-from fedblur.data.raw import Dataset, Generated, Raw
 from fedblur.data.roles import divide
-from fedblur.errors import ConfigError, DataError
-from fedblur.registry import build
-from fedblur.rng import Seeded
 
 
 def load_federation(
@@ -32,22 +32,30 @@ def load_federation(
     seed: int = 0,
     data_dir: Path | None = None,
 ) -> Federation:
-    """A data set by name, table or part, divided; None takes the data set's own default."""
+    """Load a data set by name, table or part, and divide it; None takes the data set's own default."""
     _check_request(clients, validation_share)
     part = build("dataset", dataset)
     if isinstance(part, Generated):
-        return _generate(part, partition, clients, validation_share, seed)
+        if partition is not None and not isinstance(build("partition", partition), Natural):
+            raise ConfigError(f"{part.part_name} generates its own clients; leave partition out (or 'natural')")
+        wanted = clients or part.default_clients
+        if wanted is None:
+            raise ConfigError(f"{part.part_name} has no default number of clients; give clients=N")
+        return part.federation(wanted, validation_share, seed)
     raw = part.load(data_dir)
-    chosen = build("partition", partition if partition is not None else _default_partition(part, raw))
-    roles = _natural_roles if isinstance(chosen, Natural) else _made_up_roles
+    if partition is None:
+        no_writers = part.default_partition == "natural" and raw.owners is None
+        partition = "dirichlet" if no_writers else part.default_partition
+    chosen = build("partition", partition)
+    roles, made_up = (_natural_roles, "") if isinstance(chosen, Natural) else (_made_up_roles, raw.made_up_note)
     plan = roles(part, raw, clients, validation_share, seed)
     owners = chosen.owners(raw.train.y, plan.clients, Seeded.root(seed).child("partition").numpy(), raw.owners)
-    return _federation(part.part_name, raw, owners, plan, _note(raw, chosen))
+    return _federation(part.part_name, raw, owners, plan, "; ".join(filter(None, (made_up, raw.note))))
 
 
 @dataclass(frozen=True)
 class _Roles:
-    """Which of the clients that are cut train, and which are for validation."""
+    """The division of the clients that are cut: those who train, and those for validation."""
 
     clients: int  # cut in all
     train: Tensor
@@ -86,28 +94,9 @@ def _made_up_roles(part: Dataset, raw: Raw, clients: int | None, share: float, s
             f"clients={wanted} and {validation} for validation are more than the {len(raw.train)} training "
             f"samples of {part.part_name}; lower clients"
         )
-    # by lot: late clients can differ (Dirichlet pools run dry), and roles must not follow
+    # at random: late clients can differ (Dirichlet pools run dry), and roles must not depend on that
     order = torch.from_numpy(Seeded.root(seed).child("roles").numpy().permutation(total))
     return _Roles(total, order[:wanted], order[wanted:], by_id=False)
-
-
-def _default_partition(part: Dataset, raw: Raw) -> str:
-    no_writers = part.default_partition == "natural" and raw.owners is None
-    return "dirichlet" if no_writers else part.default_partition
-
-
-def _note(raw: Raw, chosen: Partition) -> str:
-    made_up = "" if isinstance(chosen, Natural) else raw.made_up_note
-    return "; ".join(filter(None, (made_up, raw.note)))
-
-
-def _generate(part: Generated, partition: Any, clients: int | None, share: float, seed: int) -> Federation:
-    if partition is not None and not isinstance(build("partition", partition), Natural):
-        raise ConfigError(f"{part.part_name} generates its own clients; leave partition out (or 'natural')")
-    wanted = clients or part.default_clients
-    if wanted is None:
-        raise ConfigError(f"{part.part_name} has no default number of clients; give clients=N")
-    return part.federation(wanted, share, seed)
 
 
 def _check_request(clients: int | None, share: float) -> None:
@@ -127,7 +116,7 @@ def _federation(name: str, raw: Raw, owners: Tensor, roles: _Roles, note: str) -
 
 
 def _pack(raw: Raw, owners: Tensor, ids: Tensor, clients: int) -> Packed:
-    """Only these clients' samples, renumbered in the order of `ids`: the others' are not copied along."""
+    """Pack only these clients' samples, renumbered in the order of `ids`; others' samples are not copied."""
     renumber = torch.full((clients + 1,), -1, dtype=torch.int64)  # the last entry is for owner -1
     renumber[ids] = torch.arange(len(ids))
     return Packed.from_owners(raw.train.x, raw.train.y, renumber[owners], raw.classes)
@@ -144,7 +133,7 @@ def federation_from_arrays(
     seed: int = 0,
     names: Sequence[str] | None = None,
 ) -> Federation:
-    """A user's own numpy arrays or tensors: samples, labels, and the client 0..N-1 of each (-1: left out).
+    """Make a federation of numpy arrays or tensors: samples, labels, and the client 0..N-1 of each (-1: left out).
 
     uint8 samples are images (models see them divided by 255); anything else becomes float32 as it is.
 
@@ -168,32 +157,22 @@ def federation_from_arrays(
     _check_labels("y", train.y, known, "number the labels from 0, or give classes" if classes is not None else counted)
     who = _own_clients(owners, len(train))
     total = int(who.max()) + 1
-    roles = _own_roles(_own_names(names, total), validation_share, seed)
-    return _federation("arrays", Raw(train, test, who, known), who, roles, "")
-
-
-def _own_roles(names: Sequence[str], share: float, seed: int) -> _Roles:
-    total, (train, validation) = len(names), divide(names, share, seed)
-    if not len(train):
-        raise DataError(f"validation_share={share} of {total} clients leaves none to train; lower it")
-    if share > 0 and not len(validation):
+    given = [str(name) for name in (range(total) if names is None else names)]
+    if len(given) != total or len(set(given)) != total:
         raise DataError(
-            f"validation_share={share} of {total} clients gives no validation client: each is drawn on its own; "
-            "raise it"
-        )
-    return _Roles(total, train, validation, by_id=share > 0)
-
-
-def _own_names(names: Sequence[str] | None, clients: int) -> Sequence[str]:
-    if names is None:
-        return [str(client) for client in range(clients)]
-    given = [str(name) for name in names]
-    if len(given) != clients or len(set(given)) != clients:
-        raise DataError(
-            f"names has {len(given)} entries, {len(set(given))} of them different, for {clients} clients; "
+            f"names has {len(given)} entries, {len(set(given))} of them different, for {total} clients; "
             "each client needs one of its own"
         )
-    return given
+    training, validation = divide(given, validation_share, seed)
+    if not len(training):
+        raise DataError(f"validation_share={validation_share} of {total} clients leaves none to train; lower it")
+    if validation_share > 0 and not len(validation):
+        raise DataError(
+            f"validation_share={validation_share} of {total} clients gives no validation client: each is drawn on its "
+            "own; raise it"
+        )
+    roles = _Roles(total, training, validation, by_id=validation_share > 0)
+    return _federation("arrays", Raw(train, test, who, known), who, roles, "")
 
 
 def _own_samples(prefix: str, x: Any, y: Any) -> Samples:

@@ -1,8 +1,7 @@
 """FEMNIST: handwritten digits and letters, 28 × 28, with the people who wrote them. The natural federation.
 
-LEAF stores ink dark on a bright background (255); here it is turned round, so that the background is 0 and
-ink is bright, as in EMNIST and MNIST: zero padding in a convolution then continues the background, and one
-model reads all three alike.
+LEAF stores dark ink on a bright background (255). Here images are inverted: the background is 0 and ink is bright, as
+in EMNIST and MNIST. Zero padding in a convolution then continues the background, and one model reads all three alike.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedblur.data.cache import place_of, read_cached
+from fedblur.core.errors import ConfigError, DataError
+from fedblur.core.registry import register
+from fedblur.data.cache import read_cached
+from fedblur.data.dataset import Dataset, Form, Raw
 from fedblur.data.holdout import check_share, only_split, train_and_test, with_many_samples
 from fedblur.data.hub import hub_source
 from fedblur.data.population import Samples
-from fedblur.data.raw import Dataset, Form, Place, Raw
 from fedblur.data.source import Source, Stored
-from fedblur.errors import ConfigError, DataError
-from fedblur.registry import register
 
 _CLASSES = 62
 
@@ -32,7 +31,7 @@ class Femnist(Dataset):
     """62 characters by writer; a share of each writer's images is held out for test."""
 
     min_samples: int = 20  # writers with fewer images are left out
-    test_share: float = 0.1
+    test_share: float = 0.1  # of each writer's images
 
     default_partition: ClassVar[str] = "natural"
     default_clients: ClassVar[int | None] = None
@@ -47,16 +46,7 @@ class Femnist(Dataset):
         return (1, 28, 28), _CLASSES
 
     def load(self, data_dir: Path | None) -> Raw:
-        stored = self._of_known_writers(read_cached("femnist", self.source(data_dir)))
-        train, test = train_and_test(stored, self.test_share)
-        note = f"writers with at least {self.min_samples} images"
-        if only_split(stored) is not None:
-            note += f", {self.test_share:.0%} of each writer's images held out for test"
-        train_set, test_set = (Samples(_turned(split.x), split.y) for split in (train, test))
-        made_up = "synthetic users, not writers"
-        return Raw(train_set, test_set, train.writers, _CLASSES, note, made_up, train.names())
-
-    def _of_known_writers(self, stored: Stored) -> Stored:
+        stored = read_cached("femnist", self.source(data_dir))
         main = "train" if "train" in stored.splits else "test"
         split = stored.splits[main]
         if split.writers is None:
@@ -67,19 +57,23 @@ class Femnist(Dataset):
         if len(kept.y) == 0:
             most = int(torch.bincount(split.writers).max())
             raise DataError(f"min_samples={self.min_samples} leaves no writer; the largest has {most} images")
-        return Stored({**stored.splits, main: kept}, stored.classes)
-
-    def place(self, data_dir: Path | None) -> Place:
-        return place_of("femnist", self.source(data_dir))
+        stored = Stored({**stored.splits, main: kept}, stored.classes)
+        train, test = train_and_test(stored, self.test_share)
+        note = f"writers with at least {self.min_samples} images"
+        if only_split(stored) is not None:
+            note += f", {self.test_share:.0%} of each writer's images held out for test"
+        train_set, test_set = (Samples(_inverted(split.x), split.y) for split in (train, test))
+        made_up = "synthetic users, not writers"
+        return Raw(train_set, test_set, train.writers, _CLASSES, note, made_up, train.names())
 
     def source(self, data_dir: Path | None) -> Source:
         return hub_source("femnist", "flwrlabs/femnist", "L", _CLASSES, data_dir)
 
 
-def _turned(x: Tensor) -> Tensor:
-    """Each image with a dark background. It decides for itself: one client's images must not turn another's.
+def _inverted(x: Tensor) -> Tensor:
+    """Invert each image that has a bright background, by itself: one client's images must not decide on another's.
 
-    Characters hardly touch the border, so what most of it is, is background.
+    Characters hardly touch the border, so most of the border is background.
     """
     border = torch.cat([x[:, 0, 0], x[:, 0, -1], x[:, 0, 1:-1, 0], x[:, 0, 1:-1, -1]], dim=1)  # [images, 108]
     bright = (border > 127).sum(dim=1, dtype=torch.int64) * 2 > border.shape[1]

@@ -1,7 +1,7 @@
-"""Reads image data sets in the public hub's layout: from a folder of parquet files, or from the hub by name.
+"""Image data sets in the public hub's layout: a folder of parquet files, or a name on the hub.
 
-Both go through `datasets.load_dataset`, so a test on a folder runs what a user with a network runs.
-Columns: `image` or `img`, `label` or `character`, and `writer_id` where the source knows who wrote.
+Both go through `datasets.load_dataset`, so a test on a folder runs the same code as a user with a network.
+Columns: `image` or `img`, `label` or `character`, and `writer_id` where the source knows the writers.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedblur.core.errors import DataError
 from fedblur.data.packed import packed_folder
 from fedblur.data.roles import identities
 from fedblur.data.source import Source, Split, Stored, data_folder, fingerprint
-from fedblur.errors import DataError
 
 Mode = Literal["L", "RGB"]  # grey or colour, as Pillow names them
 
@@ -74,29 +74,29 @@ class HubName:
         library = _library()
         with _quiet(library):
             try:
-                _reach(self.hub_name)
+                # fail at once when the network is away; the library itself would retry for half a minute
+                hub, constants = (importlib.import_module(f"huggingface_hub{part}") for part in ("", ".constants"))
+                if not constants.HF_HUB_OFFLINE:  # offline by the user's wish: the library looks in its own cache
+                    hub.HfApi().dataset_info(self.hub_name, timeout=10)
                 return _pack(library.load_dataset(self.hub_name), self.mode, self.classes, library)
             except DataError:
                 raise
             except Exception as error:
-                raise DataError(self._missing(_line(error))) from None
-
-    def _missing(self, reason: str) -> str:
-        return (
-            f"{self.name} is not in a data dir and could not be fetched from the hub ({reason}): run "
-            f"`fedblur data fetch {self.name}` with a network connection, or put the parquet files of "
-            f"{self.hub_name} in DIR/{self.name} and give data_dir=DIR or FEDBLUR_DATA=DIR"
-        )
+                raise DataError(
+                    f"{self.name} is not in a data dir and could not be fetched from the hub ({_line(error)}): run "
+                    f"`fedblur data fetch {self.name}` with a network connection, or put the parquet files of "
+                    f"{self.hub_name} in DIR/{self.name} and give data_dir=DIR or FEDBLUR_DATA=DIR"
+                ) from None
 
 
 def hub_source(name: str, hub_name: str, mode: Mode, classes: int, data_dir: Path | None) -> Source:
-    """The user's own copy when there is one, else the hub. `classes` is what is known of the data set, not counted."""
+    """Return the user's own copy if there is one, else the hub. `classes` is public knowledge, never counted."""
     own = packed_folder(name, data_dir) or local_folder(name, mode, classes, data_dir)
     return own or HubName(name, hub_name, mode, classes)
 
 
 def local_folder(name: str, mode: Mode, classes: int, data_dir: Path | None) -> HubFolder | None:
-    """DIR/name, when it holds parquet files."""
+    """Return DIR/name if it holds parquet files."""
     folder = data_folder(data_dir)
     if folder is None or not any((folder / name).rglob("*.parquet")):
         return None
@@ -104,7 +104,7 @@ def local_folder(name: str, mode: Mode, classes: int, data_dir: Path | None) -> 
 
 
 def _library() -> Any:
-    """Imported late: it takes a second, and `fedblur[data]` is optional."""
+    """Import the library late: it takes a second, and `fedblur[data]` is optional."""
     try:
         importlib.import_module("PIL.Image")
         return importlib.import_module("datasets")
@@ -112,16 +112,9 @@ def _library() -> Any:
         raise DataError(f"image data sets need {error.name}: pip install 'fedblur[data]'") from None
 
 
-def _reach(hub_name: str) -> None:
-    """Fail at once when the network is away; the library itself would retry for half a minute."""
-    hub, constants = (importlib.import_module(f"huggingface_hub{part}") for part in ("", ".constants"))
-    if not constants.HF_HUB_OFFLINE:  # offline by the user's wish: the library looks in its own cache
-        hub.HfApi().dataset_info(hub_name, timeout=10)
-
-
 @contextmanager
 def _quiet(library: Any) -> Iterator[None]:
-    """No progress bars, no log lines, no warnings of the library; its settings are put back."""
+    """Silence the library's progress bars, log lines and warnings, and restore its settings."""
     bars, level = not library.are_progress_bars_disabled(), library.logging.get_verbosity()
     library.disable_progress_bars()
     library.logging.set_verbosity_error()
@@ -167,7 +160,7 @@ def _column(table: Any, *names: str) -> str:
 
 
 def _decode(column: Any, mode: Mode) -> NDArray[np.uint8]:
-    """Encoded images of one size -> [images, channels, height, width]."""
+    """Decode images of one size: [images, channels, height, width]."""
     from PIL import Image
 
     pictures = [np.asarray(Image.open(io.BytesIO(cell["bytes"])).convert(mode)) for cell in column.to_pylist()]
@@ -178,6 +171,6 @@ def _decode(column: Any, mode: Mode) -> NDArray[np.uint8]:
 
 
 def _line(error: Exception) -> str:
-    """The first line of a foreign error, shortened: ours are one line."""
+    """Return the first line of another library's error, shortened: ours are one line."""
     text = str(error).strip().splitlines()
     return (text[0] if text else type(error).__name__)[:160]

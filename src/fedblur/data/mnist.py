@@ -1,7 +1,7 @@
 """MNIST: 60,000 training and 10,000 test digits, 28 × 28. Natural clients if there is a `writer_id` column.
 
-The hub's own copy has none, so its clients are made up; a copy with NIST's writer ids gives 539 training
-writers, and its test digits come from other people.
+The hub's own copy has none, so its clients are made up. A copy with NIST's writer ids has 539 training writers, and its
+test digits come from other people.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from fedblur.data.cache import place_of, read_cached
+from fedblur.core.registry import register
+from fedblur.data.cache import read_cached
+from fedblur.data.dataset import Dataset, Form, Raw
 from fedblur.data.holdout import both_splits
 from fedblur.data.hub import hub_source
-from fedblur.data.raw import Dataset, Form, Place, Raw
 from fedblur.data.source import Source
-from fedblur.registry import register
 
 _CLASSES = 10
 
@@ -38,9 +38,6 @@ class Mnist(Dataset):
         made_up = "synthetic users, not writers"
         samples = train.samples(), test.samples()
         return Raw(*samples, train.writers, _CLASSES, made_up_note=made_up, names=train.names())
-
-    def place(self, data_dir: Path | None) -> Place:
-        return place_of("mnist", self.source(data_dir))
 
     def source(self, data_dir: Path | None) -> Source:
         return hub_source("mnist", "ylecun/mnist", "L", _CLASSES, data_dir)

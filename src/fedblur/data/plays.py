@@ -1,7 +1,7 @@
 """Shakespeare's plays by speaker: next-character prediction, to show that nothing is tied to images. No download.
 
-A client is a speaker in one play, with at most 1,400 characters of what it says. A sample is a window of characters and
-the one that follows. The words are in the public domain; plays.txt says where they come from.
+A client is a speaker in one play, with at most 1,400 characters of its text. A sample is a window of characters and the
+one that follows. The texts are in the public domain; plays.txt names their source.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fedblur.core.errors import ConfigError
+from fedblur.core.registry import register
+from fedblur.data.dataset import Dataset, Form, Raw
 from fedblur.data.holdout import check_share
 from fedblur.data.population import Samples
-from fedblur.data.raw import Dataset, Form, Raw
-from fedblur.errors import ConfigError
-from fedblur.registry import register
 
 LETTERS = "\n abcdefghijklmnopqrstuvwxyz',.;:?!-"  # token 0 also stands before the first character of a text
 _LONGEST = 64
@@ -31,7 +31,7 @@ class Plays(Dataset):
     """Predict the next character; the last part of what each speaker says is held out for test."""
 
     window: int = 8  # characters that a prediction may look at
-    test_share: float = 0.2
+    test_share: float = 0.2  # of each speaker's words, from the end
 
     default_partition: ClassVar[str] = "natural"
     default_clients: ClassVar[int | None] = None
@@ -61,20 +61,20 @@ class Plays(Dataset):
 
 
 def speakers() -> list[tuple[str, str]]:
-    """("hamlet/HAM", words) of every speaker."""
+    """Return ("hamlet/HAM", words) of every speaker."""
     packed = files("fedblur.data").joinpath("plays.bz2").read_bytes()
     entries = bz2.decompress(packed).decode("ascii").split("\f")
     return [(name, text) for name, _, text in (entry.partition("\n") for entry in entries)]
 
 
 def encode(text: str) -> Tensor:
-    """[characters], int16: the place of each in LETTERS."""
+    """Return the place of each character in LETTERS: [characters], int16."""
     place = {letter: index for index, letter in enumerate(LETTERS)}
     return torch.tensor([place[letter] for letter in text], dtype=torch.int16)
 
 
 def _windows(tokens: Tensor, window: int) -> Samples:
-    """Every character with the `window` before it; the first ones see the empty beginning."""
+    """Return every character with the `window` before it; the first ones see the empty beginning."""
     padded = torch.cat([tokens.new_zeros(window), tokens])
     return Samples(padded.unfold(0, window, 1)[:-1], tokens.long())
 

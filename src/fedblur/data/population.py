@@ -6,13 +6,13 @@ generated on the spot when they are not (`synthetic`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from fedblur.errors import DataError
+from fedblur.core.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,16 @@ class Population(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one sample."""
-        ...
+        """The shape of one sample."""
 
     @property
     def classes(self) -> int: ...
 
     def fetch(self, ids: Tensor) -> Shard:
-        """The samples of these clients."""
-        ...
+        """Return the samples of these clients."""
 
     def to(self, device: torch.device) -> Population:
-        """The same clients with their data on a device."""
-        ...
+        """Return the same clients with their data on a device."""
 
 
 @dataclass(frozen=True)
@@ -92,18 +89,15 @@ class Packed:
         return Shard(self.x, self.y, self.starts[ids], self.sizes[ids])
 
     def select(self, ids: Tensor) -> Packed:
-        """Only these clients; the samples are shared, not copied."""
+        """Return only these clients; the samples are shared, not copied."""
         return replace(self, starts=self.starts[ids], sizes=self.sizes[ids])
 
     def to(self, device: torch.device) -> Packed:
         return replace(self, x=self.x.to(device), y=self.y.to(device))
 
     def samples(self) -> Samples:
-        """All samples of all clients, pooled: how validation clients are evaluated."""
-        total = int(self.sizes.sum())
-        ends = torch.cumsum(self.sizes, 0)
-        within = torch.arange(total) - torch.repeat_interleave(ends - self.sizes, self.sizes)
-        index = torch.repeat_interleave(self.starts, self.sizes) + within
+        """Return all samples of all clients, pooled: how validation clients are evaluated."""
+        index = sample_index(self.starts, self.sizes)
         return Samples(self.x[index.to(self.x.device)], self.y[index.to(self.y.device)])
 
     @classmethod
@@ -115,25 +109,34 @@ class Packed:
         return cls(x[order], y[order], torch.cumsum(sizes, 0) - sizes, sizes, classes)
 
 
+def sample_index(starts: Tensor, sizes: Tensor) -> Tensor:
+    """Return where the samples of these clients are, client by client: [samples], int64."""
+    before = torch.cumsum(sizes, 0) - sizes
+    return torch.arange(int(sizes.sum())) + torch.repeat_interleave(starts - before, sizes)
+
+
 @dataclass(frozen=True)
 class Federation:
     """A data set, divided: clients that train, clients that only tune, and test data that only the end sees."""
 
-    name: str
-    train: Population
-    validation: Samples | None
-    validation_clients: int
-    test: Samples
+    name: str  # of the data set
+    train: Population  # clients that train
+    validation: Samples | None  # samples of clients that only tune; None: there are none
+    validation_clients: int  # how many clients only tune
+    test: Samples  # held out until the end
     note: str = ""  # what a table must say about these data, for instance that users are synthetic
     validation_sizes: Tensor | None = None  # [validation clients], int64: whose samples follow whose in `validation`
     by_id: bool = False  # whether roles follow from clients' own ids (`roles.py`)
+    remote: bool = False  # whether clients' samples stay on their own machines: here, nobody can read them
+    features: dict[str, Federation] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """These data as a fixed front of a model sees them, by the front's key: computed once for all runs on them."""
 
 
 def as_input(x: Tensor) -> Tensor:
-    """Stored samples to what a model reads: images 0..255 become floats 0..1; other values stay, as floats."""
+    """Convert stored samples to what a model reads: images 0..255 become floats 0..1; other values stay, as floats."""
     return x.float() / 255 if x.dtype == torch.uint8 else x.float()
 
 
 def is_text(x: Tensor) -> bool:
-    """Whether stored samples are tokens: whole numbers that are not pixels."""
+    """Return whether stored samples are tokens: whole numbers that are not pixels."""
     return x.dtype == torch.int16

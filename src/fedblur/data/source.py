@@ -1,4 +1,4 @@
-"""Where a data set's samples lie before they are packed: a folder, archives, or the hub.
+"""Sources, the places of a data set's samples before they are packed: a folder, archives, or the hub.
 
 Reading is slow, so a source has a key that changes with its content; `cache.py` keeps what was read under it.
 """
@@ -10,12 +10,14 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
+from fedblur.core.errors import DataError
 from fedblur.data.population import Samples
-from fedblur.errors import DataError
+
+Place = Literal["built in", "cached", "in the data dir", "needs fetch"]
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,11 @@ class Split:
         return Samples(self.x, self.y)
 
     def take(self, index: Tensor) -> Split:
-        """Only these samples."""
+        """Return only these samples."""
         return Split(self.x[index], self.y[index], None if self.writers is None else self.writers[index], self.people)
 
     def names(self) -> tuple[str, ...] | None:
-        """What each writer is called: the same in every copy of the data, whoever else is in it.
+        """Return each writer's name: the same in every copy of the data, whoever else is in it.
 
         Where ids are not known (exports by version 0.1), the place in the source has to do.
         """
@@ -59,19 +61,17 @@ class Source(Protocol):
 
     @property
     def local(self) -> bool:
-        """Whether it lies in the user's data folder (else it is fetched)."""
-        ...
+        """Return whether it lies in the user's data folder (else it is fetched)."""
 
     @property
     def key(self) -> str:
-        """The same text for the same content."""
-        ...
+        """Return the same text for the same content."""
 
     def read(self) -> Stored: ...
 
 
 def data_folder(data_dir: Path | None) -> Path | None:
-    """The user's data folder: the argument, else FEDBLUR_DATA, else none."""
+    """Return the user's data folder: the argument, else FEDBLUR_DATA, else none."""
     given = data_dir or os.environ.get("FEDBLUR_DATA")
     if not given:
         return None
@@ -84,7 +84,7 @@ def data_folder(data_dir: Path | None) -> Path | None:
 
 
 def fingerprint(files: Iterable[Path]) -> str:
-    """Changes when a file is added, renamed, resized or rewritten; costs no reading."""
+    """Return a key that changes when a file is added, renamed, resized or rewritten; no file is read."""
     digest = hashlib.sha256()
     for file in sorted(files):
         stat = file.stat()

@@ -1,4 +1,4 @@
-"""What a federation looks like: sizes and label skew of its clients, for whoever chooses settings.
+"""Figures about a federation: sizes and label skew of its clients, for whoever chooses settings.
 
 These figures are computed from the clients' data themselves, so they are `local_only`.
 """
@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedblur.data.population import Federation, Packed, Population
-from fedblur.rng import Seeded
+from fedblur.core.rng import Seeded
+from fedblur.data.population import Federation, Packed, Population, sample_index
 
 _MOST_GENERATED = 200  # clients that are looked at when each has to be computed first
 
@@ -40,7 +40,7 @@ class Summary:
 
 
 def clients_to_see(population: Population) -> Tensor:
-    """All clients in memory; of generated ones a few, by a fixed lot."""
+    """Return all clients in memory; of generated ones a few, by a fixed random choice."""
     if isinstance(population, Packed) or population.clients <= _MOST_GENERATED:
         return torch.arange(population.clients)
     lot = Seeded.root(0).child("summary").numpy()
@@ -49,19 +49,17 @@ def clients_to_see(population: Population) -> Tensor:
 
 
 def label_counts(population: Population, ids: Tensor) -> NDArray[np.int64]:
-    """[clients, classes]: how many samples of each class each of these clients has."""
+    """Count each class's samples at each of these clients: [clients, classes]."""
     shard = population.fetch(ids)
     sizes = shard.sizes.cpu()
-    before = torch.cumsum(sizes, 0) - sizes
-    within = torch.arange(int(sizes.sum())) - torch.repeat_interleave(before, sizes)
-    labels = shard.y.cpu()[torch.repeat_interleave(shard.starts.cpu(), sizes) + within]
+    labels = shard.y.cpu()[sample_index(shard.starts.cpu(), sizes)]
     rows = torch.repeat_interleave(torch.arange(len(ids)), sizes)
     cells = torch.bincount(rows * population.classes + labels, minlength=len(ids) * population.classes)
     return cells.reshape(len(ids), population.classes).numpy()
 
 
 def summarise(federation: Federation, counts: NDArray[np.int64]) -> Summary:
-    """The figures, from the label counts of the clients that were looked at."""
+    """Return the figures, from the label counts of the clients that were looked at."""
     sizes = counts.sum(axis=1)
     mixes = counts / sizes[:, None]
     overall = counts.sum(axis=0) / sizes.sum()

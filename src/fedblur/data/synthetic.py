@@ -2,7 +2,7 @@
 
 Client k: u_k ~ N(0, α), B_k ~ N(0, β); W_k, b_k ~ N(u_k, 1); v_k ~ N(B_k, 1); x ~ N(v_k, diag(j^-1.2)) for
 j = 1..60; y = argmax(W_k x + b_k). α and β are standard deviations, as in the authors' code; sizes are a
-minimum plus lognormal(4, 2). Every client has its own W_k, so a global model learns little: that is the law.
+minimum plus lognormal(4, 2). Every client has its own W_k, so a global model can learn little.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedblur.core.errors import ConfigError
+from fedblur.core.registry import register
+from fedblur.core.rng import Seeded
+from fedblur.data.dataset import Form, Generated
 from fedblur.data.population import Federation, Samples, Shard
-from fedblur.data.raw import Form, Generated
-from fedblur.errors import ConfigError
-from fedblur.registry import register
-from fedblur.rng import Seeded
 
 _FEATURES, _CLASSES = 60, 10
 _CPU = torch.device("cpu")
@@ -34,8 +34,8 @@ class Synthetic(Generated):
 
     alpha: float = 1.0  # how much clients' labelling rules differ
     beta: float = 1.0  # how much clients' features differ
-    min_samples: int = 50
-    max_samples: int = 500
+    min_samples: int = 50  # of a client
+    max_samples: int = 500  # of a client
     held_out_clients: int = 100  # test clients, and the most validation clients: their samples are kept in memory
 
     default_partition: ClassVar[str] = "natural"
@@ -76,7 +76,7 @@ class Synthetic(Generated):
 
 @dataclass(frozen=True)
 class SyntheticClients:
-    """A population that exists only where it is looked at."""
+    """A population whose clients are generated when they are fetched."""
 
     law: Synthetic
     streams: Seeded
@@ -96,16 +96,16 @@ class SyntheticClients:
         return replace(self, device=device)
 
     def samples(self) -> Samples:
-        """All samples of all clients: for the few that are held out."""
+        """Return all samples of all clients: for the few that are held out."""
         x, y, _ = self._generate(range(self.clients))
         return Samples(x, y)
 
     def sizes(self) -> Tensor:
-        """How many samples each client has."""
+        """Return how many samples each client has."""
         return self._generate(range(self.clients))[2]
 
     def _generate(self, ids: Iterable[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """x [samples, 60], y [samples], sizes [ids]; a client follows from the seed and its id alone."""
+        """Generate x [samples, 60], y [samples], sizes [ids]; a client depends on the seed and its id alone."""
         pairs = [_client(self.law, self.streams.child(client).numpy()) for client in ids]
         x = np.concatenate([np.empty((0, _FEATURES), np.float32), *(x for x, _ in pairs)])
         y = np.concatenate([np.empty(0, np.int64), *(y for _, y in pairs)])

@@ -4,31 +4,30 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from fedblur.engines.base import Engine
     from fedblur.engines.choice import Choice, choose_engine
+    from fedblur.engines.cohort_sum import CohortSum, Engine, Simulated, Task
     from fedblur.engines.local import LocalEngine, suitable_threads
-    from fedblur.engines.processes import Alone, Processes, Task
     from fedblur.engines.workers import WorkerEngine
 
 # Imported at their first use: the secure sum of `flower` needs no torch.
 _HOMES = {
-    "Alone": "processes",
     "Choice": "choice",
-    "Engine": "base",
+    "CohortSum": "cohort_sum",
+    "Engine": "cohort_sum",
     "LocalEngine": "local",
-    "Processes": "processes",
-    "Task": "processes",
+    "Simulated": "cohort_sum",
+    "Task": "cohort_sum",
     "WorkerEngine": "workers",
     "choose_engine": "choice",
     "suitable_threads": "local",
 }
 
 __all__ = [
-    "Alone",
     "Choice",
+    "CohortSum",
     "Engine",
     "LocalEngine",
-    "Processes",
+    "Simulated",
     "Task",
     "WorkerEngine",
     "choose_engine",

@@ -1,4 +1,4 @@
-"""Which engine suits a model and a device: what the user names, what a short timing says, or a rule of thumb.
+"""The choice of an engine: what the user names, what a short timing says, or a rule of thumb.
 
 Engines agree to float tolerance, not bit for bit. So a run's choice is recorded in its folder and a resumed run takes
 it from there; under torchrun rank 0 chooses for all.
@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
 
-from fedblur.client import How
+from fedblur.core.accel_switch import accelerated
 from fedblur.data.population import Population
-from fedblur.engines.local import EngineName, LocalEngine
-from fedblur.engines.memory import keep_freed_memory
-from fedblur.engines.workers import WorkerEngine
+from fedblur.engines.local import EngineName, How, LocalEngine
+
+if TYPE_CHECKING:
+    from fedblur.engines.workers import WorkerEngine
 
 Kind = Literal["vectorised", "sequential"]
 KINDS: tuple[Kind, Kind] = ("vectorised", "sequential")
@@ -39,7 +40,7 @@ class Choice:
 
 
 def rule(module: nn.Module, device: torch.device) -> Kind:
-    """Without a timing: on a CPU small dense models gain tenfold from vmap (benchmarks/results/cpu.md), and
+    """Choose without a timing: on a CPU small dense models gain tenfold from vmap (benchmarks/results/cpu.md), and
     convolutions lose."""
     convolutional = any(isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d) for m in module.modules())
     return "sequential" if device.type == "cpu" and convolutional else "vectorised"
@@ -64,22 +65,25 @@ def choose_engine(
     kind = rule(module, device) if name == "auto" else name
     vectorise = kind == "vectorised"
     if device.type == "cuda":
-        compiled = vectorise and steps >= _COMPILED
-        block = even_blocks(_gpu_block(dimension, device), min(cohort, everyone), spread, _GPU_GRAIN)
+        compiled = vectorise and steps >= _COMPILED and accelerated()
+        free, _ = torch.cuda.mem_get_info(device)
+        largest = max(
+            1, min(2048, int(0.7 * free) // (dimension * 4 * 12))
+        )  # 12 copies of weights: a guess; else halved
+        block = even_blocks(largest, min(cohort, everyone), spread, _GPU_GRAIN)
         return LocalEngine(population.to(device), device, vectorise, block, "compiled" if compiled else "plain")
-    keep_freed_memory()
     copies = max(1, _CPU_BYTES // (dimension * 4 * 8))  # 8: Δ, θ, gradients, ...
+    if not accelerated():
+        return LocalEngine(population, device, vectorise, min(_CPU_BLOCK if vectorise else 16, copies))
+    from fedblur.accel.cpu import keep_freed_memory
+    from fedblur.engines.workers import WorkerEngine
+
+    keep_freed_memory()
     if not vectorise:
         return WorkerEngine(population, min(16, copies))
     how: How = "traced" if steps >= _TRACED else "plain"
     block = even_blocks(min(_CPU_BLOCK, copies), min(cohort, everyone), spread, _CPU_GRAIN)
     return LocalEngine(population.to(device), device, vectorise, block, how)
-
-
-def _gpu_block(dimension: int, device: torch.device) -> int:
-    """A first guess from free memory, at 12 copies of the weights; running out halves it."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return max(1, min(2048, int(0.7 * free) // (dimension * 4 * 12)))
 
 
 def even_blocks(largest: int, cohort: float, spread: float, grain: int) -> int:

@@ -1,7 +1,7 @@
 """Several processes, started by `torchrun`: each simulates a part of every cohort, rank 0 does all the rest.
 
-    rank 0         cohort → announce → its clients → collect → noise → ledger → server step → files
-    other ranks               hear   → their clients → collect
+    rank 0         cohort → announce → its clients → add up → noise → ledger → server step → files
+    other ranks               hear   → their clients → add up
 
 Only rank 0 draws cohorts and noise, keeps the ledger and steps; the others are told the model anew in every round. So
 ranks cannot disagree on anything, with a seed or without one, and a rank that fails takes nothing with it: all others
@@ -28,31 +28,32 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from fedblur.accounting import PrivacyPlan
-from fedblur.bounding import Message
-from fedblur.client import ClientJob
+from fedblur.core.errors import ConfigError, LostRankError, PrivacyError, RunError
+from fedblur.core.rng import Rng
 from fedblur.data.population import Population
-from fedblur.diagnostics import Diagnostics
-from fedblur.engines.processes import Task
-from fedblur.errors import ConfigError, LostRankError, PrivacyError, RunError
-from fedblur.mechanisms.base import Release
+from fedblur.engines.cohort_sum import CohortSum, Diagnostics, Source, Task, Wanted
+from fedblur.engines.simulate import choose, simulate, simulate_part
+from fedblur.learning.client import ClientJob
+from fedblur.privacy.clipping import Message
+from fedblur.privacy.mechanisms import Mechanism
+from fedblur.privacy.mechanisms.base import Release
 
 _sessions = count()  # each has its own keys in torchrun's store, which outlives them
 _CPU = torch.device("cpu")
 
 
 def launched() -> bool:
-    """Whether torchrun started this process."""
+    """Return whether torchrun started this process."""
     return bool(dist.is_available() and dist.is_torchelastic_launched())
 
 
 def rank() -> int:
-    """This process's number; 0 writes and speaks."""
+    """Return this process's number; 0 writes and prints."""
     return int(os.environ["RANK"]) if launched() else 0
 
 
 def own_device(name: str) -> str:
-    """The device that a name means for this process: under torchrun each has a GPU of its own."""
+    """Return the device that a name means for this process: under torchrun each has its own GPU."""
     if not launched() or name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return name
     local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -79,39 +80,61 @@ def demand_one_process(what: str) -> None:
 
 @dataclass
 class Ranks:
-    """The processes of a run, from the inside of one of them."""
+    """The processes of a run, from the inside of one of them: a cohort's sum comes from all of them.
+
+    A run without torchrun is a group of one, which is not `connected`: nothing is sent.
+    """
 
     rank: int
     world: int
     device: torch.device
     timeout: float  # seconds
-    population: Population | None = None  # set by `ready`
+    connected: bool = True
     path: str = ""  # of the run folder
     round_: int = 0
+    population: Population | None = field(default=None, init=False)  # this and `part` are set by `connect`
+    part: CohortSum | None = field(default=None, init=False)  # what this rank computes of a sum
     stopping: bool = field(default=False, init=False)
-    engine: None = field(default=None, init=False)
 
-    def describe(self, machine: str) -> str:
-        return f"{machine}, {self.world} processes"
+    @classmethod
+    def alone(cls) -> Ranks:
+        """Return the group of one process that torchrun has not started."""
+        return cls(0, 1, _CPU, 0.0, connected=False)
 
-    def statement(self, plan: PrivacyPlan) -> dict[str, Any]:
-        return {}
+    def connect(self, wanted: Wanted) -> Source:
+        """Choose the engine at rank 0 for all ranks, and wait until all have their data and model."""
+        if not self.connected:
+            return simulate(wanted)
+        choice = self.tell(None if self.rank else choose(wanted))
+        source = simulate_part(wanted, choice, self.world)
+        self.population, self.part = wanted.data.train, source.sums
+        self._demand_alike(wanted.data.train.clients, wanted.work.job.layout.total)
+        return replace(source, sums=self, machine=f"{source.machine}, {self.world} processes")
+
+    def total(self, task: Task, rng: Rng) -> tuple[Tensor, Diagnostics]:
+        """Return the sum over all ranks, at rank 0; the others `hear` their part of the task and `add_up` as well."""
+        return self.add_up(self._announce(task), rng)
+
+    def add_up(self, task: Task, rng: Rng) -> tuple[Tensor, Diagnostics]:
+        """Sum this rank's part of a task. At rank 0 all parts' sum comes back."""
+        assert self.part is not None
+        return self._collect(*self.part.total(task, rng), task.release)
 
     # what rank 0 says to all others
 
     def tell(self, message: Any = None) -> Any:
-        """What rank 0 gives here comes back on every rank."""
+        """Return on every rank what rank 0 gives here."""
+        if not self.connected:
+            return message
         box = [message]
         with self._collective():
             dist.broadcast_object_list(box, src=0, device=_CPU)
         return box[0]
 
-    def ready(self, population: Population, parameters: int) -> None:
-        """Wait until all ranks have their data and model, and refuse those that differ."""
-        self.population = population
+    def _demand_alike(self, clients: int, parameters: int) -> None:
         facts: list[Any] = [None] * self.world
         with self._collective():
-            dist.all_gather_object(facts, (population.clients, parameters))
+            dist.all_gather_object(facts, (clients, parameters))
         other = next((i for i, fact in enumerate(facts) if fact != facts[0]), None)
         if other is not None:
             (clients, size), (clients_there, size_there) = facts[0], facts[other]
@@ -120,8 +143,8 @@ class Ranks:
                 f"{size_there}; give all ranks the same data and model"
             )
 
-    def announce(self, task: Task) -> Task:
-        """Rank 0: the round's model, clip norm and cohort to all; its own part of the clients comes back."""
+    def _announce(self, task: Task) -> Task:
+        """Send the round's model, clip norm and cohort from rank 0 to all; return its own part of the task."""
         assert self.population is not None
         self.round_ = task.release.round_
         job, message, order = task.job, task.job.message, task.cohort
@@ -133,10 +156,10 @@ class Ranks:
         self._broadcast(job.layout.flatten(job.start))
         if message.support is not None:
             self._broadcast(message.support)
-        return self._part(Task(job, task.release, order))
+        return self._part(replace(task, cohort=order))
 
-    def hear(self, job: ClientJob) -> Task | None:
-        """Other ranks: their part of the next round; None when rank 0 needs them no more."""
+    def hear(self, job: ClientJob, mechanism: Mechanism) -> Task | None:
+        """Return another rank's part of the next round; None when rank 0 needs it no more."""
         told = self.tell()
         if told is None:
             return None
@@ -148,18 +171,19 @@ class Ranks:
             support = self._broadcast(torch.empty(kept, dtype=torch.int64, device=self.device))
         message = Message(job.message.bounding, support, bit_weight)
         job = replace(job, start=job.layout.unflatten(start), clip_norm=clip_norm, message=message)
-        return self._part(Task(job, replace(release, device=self.device), cohort))
+        return self._part(Task(job, mechanism, replace(release, device=self.device), cohort))
 
     def _part(self, task: Task) -> Task:
-        """Every world-th client; `numbers` keeps their numbers in the round, so no two noise shares are the same."""
+        """Take every world-th client; `numbers` keeps their numbers in the round, so no two noise shares are alike."""
         self.round_ = task.release.round_
         numbers = range(self.rank, len(task.cohort), self.world)
-        return Task(task.job, replace(task.release, part=numbers), task.cohort[self.rank :: self.world])
+        part = replace(task.release, part=numbers)
+        return replace(task, release=part, cohort=task.cohort[self.rank :: self.world])
 
     # what all ranks give to rank 0
 
-    def collect(self, total: Tensor, seen: Diagnostics, release: Release) -> tuple[Tensor, Diagnostics]:
-        """At rank 0: the sum of all ranks' sums (whole numbers stay whole), and all clients' figures in their order."""
+    def _collect(self, total: Tensor, seen: Diagnostics, release: Release) -> tuple[Tensor, Diagnostics]:
+        """Return, at rank 0, the sum of all sums (whole numbers stay whole), and all clients' figures in order."""
         summed = torch.tensor(sum(len(norms) for norms in seen.norms))
         with self._collective():
             dist.all_reduce(summed)  # nobody goes on before all are done
@@ -206,7 +230,7 @@ class Ranks:
             raise self.lost(why) from error
 
     def lost(self, why: str) -> LostRankError:
-        """The error for a run that another rank has left."""
+        """Return the error for a run that another rank has left."""
         self.stopping = True
         when = f" in round {self.round_}" if self.round_ else ""
         way_out = f"fedblur resume {self.path}" if self.round_ else "start again"
@@ -215,10 +239,10 @@ class Ranks:
 
 
 @contextmanager
-def together(device: Callable[[], torch.device], timeout: float) -> Iterator[Ranks | None]:
-    """The processes that torchrun started; None where it did not."""
+def together(device: Callable[[], torch.device], timeout: float) -> Iterator[Ranks]:
+    """Connect the processes that torchrun started, or yield this one alone."""
     if not launched():
-        yield None
+        yield Ranks.alone()
         return
     if not 0 < timeout < 1e6:
         raise ConfigError(f"rank_timeout={timeout:g} must be above 0 seconds and finite")
@@ -261,7 +285,7 @@ def _connect(ranks: Ranks) -> None:
 
 @contextmanager
 def _stopped_by_torchrun(ranks: Ranks) -> Iterator[None]:
-    """One orderly end. When a process ends, torchrun sends SIGTERM to the others; at Ctrl-C all get SIGINT twice."""
+    """End once, in order. If a process ends, torchrun sends SIGTERM to the others; at Ctrl-C all get SIGINT twice."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -8,22 +8,90 @@ private run: on a GPU the last bits depend on the block's size, and what memory 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal
+from functools import lru_cache, partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fedblur.batches import Work, plan_work
-from fedblur.capturing import forget_recordings
-from fedblur.client import Block, ClientJob, How, train_block
-from fedblur.clipping import Bounded
+from fedblur.core.errors import ModelError
+from fedblur.core.rng import Rng
 from fedblur.data.population import Population, Shard
-from fedblur.errors import ModelError
-from fedblur.rng import Rng
+from fedblur.learning.batches import Work, plan_work
+from fedblur.learning.client import (
+    Block,
+    ClientJob,
+    LocalProgram,
+    Steps,
+    batched_score,
+    batched_step,
+    many_clients,
+    run_steps,
+    train_block,
+)
+from fedblur.learning.module_function import Params
+from fedblur.privacy.clipping import Bounded
+
+# Operator by operator; traced, the same bits with less between the operators; compiled, a few fused kernels, recorded
+# as one CUDA graph.
+How = Literal["plain", "traced", "compiled"]
+
+
+@lru_cache(maxsize=8)
+def steps_for(program: LocalProgram, how: How = "plain") -> Steps:
+    """Return the steps of a block of clients, run in this way."""
+    if how == "compiled":
+        from fedblur.accel.compile import Compiled
+
+        stepping = replace(program, methods=tuple(method for method in program.methods if method.steers_steps))
+        shape = torch.func.vmap(program.shape, in_dims=(None, 0, 0, 0))
+        return Steps(_compiled_steps(stepping), _compiled_score(replace(program, methods=())), Compiled(shape))
+    steps = many_clients(program)
+    if how == "plain":
+        return steps
+    from fedblur.accel.replay import Traced
+
+    step = Traced(batched_step(program), given=(1, 2))  # Δ and velocity: `run_steps` alone holds them
+    return Steps(partial(run_steps, numbered(step), program.local), Traced(steps.score), steps.shape)
+
+
+def numbered(step: Callable[..., tuple[Params, Params]]) -> Callable[..., tuple[Params, Params]]:
+    """Return the step with its number as a tensor: traced code would be made again for every plain number."""
+    return partial(_with_tensor, step)
+
+
+def _with_tensor(step: Callable[..., tuple[Params, Params]], *arguments: Any) -> tuple[Params, Params]:
+    *others, seeds, number = arguments
+    return step(*others, seeds, _counter(number, seeds.device))
+
+
+@lru_cache(maxsize=4096)
+def _counter(step: int, device: torch.device) -> Tensor:
+    return torch.tensor(step, device=device)
+
+
+@lru_cache(maxsize=8)
+def _compiled_steps(program: LocalProgram) -> Callable[..., Params]:
+    """Return the steps of all programs whose steps are the same: LUS, for one, does not touch them."""
+    from fedblur.accel.compile import Compiled
+    from fedblur.accel.cuda_graph import Captured, enabled
+
+    step = Compiled(batched_step(program), state=(1, 2), invariant=(0, 3))  # Δ and velocity; w and S stay
+    train = partial(run_steps, numbered(step), program.local)
+    return Captured(train, resident=(2, 3)) if enabled() else train
+
+
+@lru_cache(maxsize=8)
+def _compiled_score(program: LocalProgram) -> Callable[..., Params]:
+    from fedblur.accel.compile import Compiled
+
+    return Compiled(batched_score(program))
+
 
 EngineName = Literal["auto", "vectorised", "sequential"]
 _SMALL = 50_000  # parameters
@@ -33,12 +101,7 @@ class LocalEngine:
     """Clients simulated on one device."""
 
     def __init__(
-        self,
-        population: Population,
-        device: torch.device,
-        vectorise: bool,
-        block_size: int,
-        how: How = "plain",
+        self, population: Population, device: torch.device, vectorise: bool, block_size: int, how: How = "plain"
     ) -> None:
         self.population = population
         self.device = device
@@ -71,7 +134,7 @@ class LocalEngine:
             waiting = waiting[len(chosen) :]
 
     def make_room(self, cramped: bool, error: torch.OutOfMemoryError) -> None:
-        """Free memory after it ran out; a ModelError where a block of one client does not fit.
+        """Free memory after it ran out; raise a ModelError if a block of one client does not fit.
 
         Recorded steps are let go first; where that did not help or there are none, the block is halved. The same block
         records its steps again: to let those go again and again would never end.
@@ -96,7 +159,11 @@ class LocalEngine:
         names = pad(ids[chosen], (0, fill), value=-1)
         work = plan_work(part, names, job.local.steps, job.local.batch_size, rng, self.device)
         block = self.train(job, part, work)
-        return _first(block, len(chosen)) if fill else block
+        if not fill:
+            return block
+        count, bounded = len(chosen), block.bounded  # without the empty clients that filled the block up
+        kept = Bounded(bounded.value[:count], bounded.l2_bound)
+        return replace(block, bounded=kept, trained_norms=block.trained_norms[:count], norms=block.norms[:count])
 
     def train(self, job: ClientJob, shard: Shard, work: Work) -> Block:
         """Train one block. On a CPU in one thread: several would cut tensors in the middle of a client."""
@@ -104,21 +171,23 @@ class LocalEngine:
         if self.device.type == "cpu":
             torch.set_num_threads(1)
         try:
-            return train_block(job, shard, work, self.vectorise, self.how)
+            program = LocalProgram(job.forward, job.layout, job.local, job.methods)
+            steps = steps_for(program, self.how) if self.vectorise else None
+            return train_block(job, shard, work, self.vectorise, steps)
         finally:
             if self.device.type == "cpu":
                 torch.set_num_threads(before)
 
 
-def _first(block: Block, count: int) -> Block:
-    """Without the empty clients that filled the block up."""
-    bounded = Bounded(block.bounded.value[:count], block.bounded.l2_bound)
-    return replace(block, bounded=bounded, trained_norms=block.trained_norms[:count], norms=block.norms[:count])
+def forget_recordings() -> bool:
+    """Give the memory of recorded steps back, of earlier runs in this process too. False where there was none."""
+    recorder = sys.modules.get("fedblur.accel.cuda_graph")  # if nothing imported it, nothing was recorded
+    return recorder is not None and bool(recorder.forget_recordings())
 
 
 @contextmanager
 def suitable_threads(device: torch.device, dimension: int) -> Iterator[None]:
-    """One intra-op thread for small models on a CPU.
+    """Set one intra-op thread for small models on a CPU.
 
     Threads that wait for each other on tiny tensors collapse as soon as another process is busy: 10 times slower.
     """

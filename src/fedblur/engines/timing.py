@@ -20,16 +20,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fedblur.checkpoint import write_atomically
-from fedblur.client import ClientJob
-from fedblur.data.cache import cache_folder
+from fedblur.core.accel_switch import accelerated
+from fedblur.core.errors import FedBlurError, ModelError
+from fedblur.core.files import cache_folder, write_atomically
+from fedblur.core.rng import Seeded
 from fedblur.data.population import Packed
 from fedblur.engines.choice import KINDS, Choice, Kind, choose_engine, rule
 from fedblur.engines.local import suitable_threads
-from fedblur.errors import FedBlurError, ModelError
-from fedblur.kernels import native
-from fedblur.rng import Seeded
-from fedblur.threads import usable_cores
+from fedblur.learning.client import ClientJob
 
 _FORMAT = 5  # part of the key: engines that became faster, or are timed in another way, are timed anew
 _FEWEST = 5_000  # client steps of a run; below, not even one step is timed
@@ -42,7 +40,7 @@ _CLIENTS = 32
 
 @dataclass(frozen=True)
 class Work:
-    """What a run will do, as far as a timing must know."""
+    """The work of a run, as far as a timing must know it."""
 
     job: ClientJob
     module: nn.Module
@@ -57,23 +55,39 @@ class Work:
 
 
 def timed_choice(work: Work, device: torch.device) -> Choice:
-    """The faster engine: as it was measured before, or measured now; the rule's where a timing would not pay."""
+    """Return the faster engine: as measured before, or now; the rule's engine if a timing would not pay."""
     usual = rule(work.module, device)
     if os.environ.get("FEDBLUR_TIMING") == "off":
         return Choice(usual, "by rule, FEDBLUR_TIMING=off")
+    if not accelerated():
+        return Choice(usual, "by rule, FEDBLUR_ACCEL=off")
     if work.client_steps < _FEWEST:
         return Choice(usual, "by rule, the run is too short to time it")
     path = _path(work, device)
     known = _load(path)
     if known is not None:
         return Choice(known[0], f"{known[1]}, cached")
+    from fedblur.accel.cpu import usable_cores
+
     with suitable_threads(device, work.job.layout.total):
         one_step = _seconds(work, device, "sequential", 1)
         if one_step * work.client_steps / usable_cores() < _WORTH:
             return Choice(usual, "by rule, the run is too short to time it")
-        seconds = {kind: _attempt(work, device, kind, _clients(work, device, kind, one_step)) for kind in KINDS}
+        seconds: dict[Kind, float] = {}
+        for kind in KINDS:
+            # as many clients as the budget allows; on a GPU, where a block's size pays, a full block: beside other work
+            # on the same GPU one step takes long, and a budget left a block few clients, so that it lost
+            full, most = kind == "vectorised" and device.type == "cuda", min(_CLIENTS, work.cohort)
+            clients = int(max(2, most if full else min(most, _BUDGET / (one_step * _STEPS))))
+            try:
+                seconds[kind] = _seconds(work, device, kind, clients)
+            except (RuntimeError, ModelError):  # `vmap` refuses the model, or memory does not hold it
+                seconds[kind] = math.inf
     choice, words = _faster(seconds, usual)
-    _save(path, choice, words)
+    if path is not None:
+        with contextlib.suppress(OSError, FedBlurError):  # what cannot be kept is timed again
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps({"engine": choice, "why": words}).encode())
     return Choice(choice, f"{words}, measured")
 
 
@@ -86,28 +100,15 @@ def _faster(seconds: dict[Kind, float], usual: Kind) -> tuple[Kind, str]:
     return kind, f"{left} takes {seconds[left] / seconds[kind]:.2g} times as long"
 
 
-def _clients(work: Work, device: torch.device, kind: Kind, one_step: float) -> int:
-    """How many are timed: as the budget allows; on a GPU, where a block pays by its size, a full one.
-
-    Beside other work on the same GPU one step takes long. A budget left a block few clients then, and it lost.
-    """
-    most = min(_CLIENTS, work.cohort)
-    full = kind == "vectorised" and device.type == "cuda"
-    return int(max(2, most if full else min(most, _BUDGET / (one_step * _STEPS))))
-
-
-def _attempt(work: Work, device: torch.device, kind: Kind, clients: int) -> float:
-    """`_seconds`, or forever for a model that `vmap` refuses or memory does not hold."""
-    try:
-        return _seconds(work, device, kind, clients)
-    except (RuntimeError, ModelError):
-        return math.inf
-
-
 def _seconds(work: Work, device: torch.device, kind: Kind, clients: int) -> float:
-    """Of one step of one client when `clients` made-up ones train as this run's do; the second time counts."""
+    """Time one step of one client while `clients` made-up ones train as this run's do; the second time counts."""
     local = replace(work.job.local, steps=min(_STEPS, work.job.local.steps))
-    population = _made_up(work, clients)
+    own = 2 * local.batch_size  # samples of each: two full batches of noise
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand((clients * own, *work.shape), generator=generator)
+    y = torch.randint(0, work.classes, (clients * own,), generator=generator)
+    sizes = torch.full((clients,), own)
+    population = Packed(x, y, torch.cumsum(sizes, 0) - sizes, sizes, work.classes)
     engine = choose_engine(population, work.module, work.job.layout.total, device, kind, cohort=clients)
     job, ids, took = replace(work.job, local=local), torch.arange(clients), 0.0
     for _ in range(2):
@@ -118,18 +119,11 @@ def _seconds(work: Work, device: torch.device, kind: Kind, clients: int) -> floa
     return took / (clients * local.steps)
 
 
-def _made_up(work: Work, clients: int) -> Packed:
-    """Clients with two full batches of noise."""
-    own = 2 * work.job.local.batch_size
-    generator = torch.Generator().manual_seed(0)
-    x = torch.rand((clients * own, *work.shape), generator=generator)
-    y = torch.randint(0, work.classes, (clients * own,), generator=generator)
-    sizes = torch.full((clients,), own)
-    return Packed(x, y, torch.cumsum(sizes, 0) - sizes, sizes, work.classes)
-
-
 def _path(work: Work, device: torch.device) -> Path | None:
-    """One small file for everything that the answer may depend on."""
+    """Return the path of one small file for everything that the answer may depend on."""
+    from fedblur.accel.cpu import usable_cores
+    from fedblur.accel.kernels import native
+
     folder = cache_folder()
     job = work.job
     about = (
@@ -152,17 +146,9 @@ def _machine(device: torch.device) -> str:
 
 
 def _load(path: Path | None) -> tuple[Kind, str] | None:
-    """A file that is cut short or not ours counts as none."""
+    """Load the answer; a file that is cut short or not ours counts as none."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         stored = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
         if stored["engine"] in KINDS:
             return stored["engine"], str(stored["why"])
     return None
-
-
-def _save(path: Path | None, kind: Kind, words: str) -> None:
-    """What cannot be kept is timed again."""
-    if path is not None:
-        with contextlib.suppress(OSError, FedBlurError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps({"engine": kind, "why": words}).encode())

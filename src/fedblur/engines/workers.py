@@ -17,14 +17,13 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from fedblur.batches import Work, plan_work
-from fedblur.client import Block, ClientJob, LocalProgram, join_blocks, one_client, train_alone
+from fedblur.accel.cpu import return_freed_memory, single_threads, usable_cores
+from fedblur.accel.kernels.cpu_layers import SingleClientLayers
+from fedblur.core.rng import Rng
 from fedblur.data.population import Population, Shard
-from fedblur.engines.memory import return_freed_memory
-from fedblur.functional import Forward, ModuleFunction, Params
-from fedblur.kernels.single import SingleClientLayers
-from fedblur.rng import Rng
-from fedblur.threads import single_threads, usable_cores
+from fedblur.learning.batches import Work, plan_work
+from fedblur.learning.client import Block, ClientJob, LocalProgram, join_blocks, one_client, train_alone
+from fedblur.learning.module_function import Forward, ModuleFunction, Params
 
 _PLANNED = 256  # clients whose index plans are made together
 
@@ -66,7 +65,7 @@ class WorkerEngine:
                 yield join_blocks(block)
 
     def _works(self, job: ClientJob, shard: Shard, ids: Tensor, rng: Rng) -> Iterator[Work]:
-        """Each client's work, without padding."""
+        """Yield each client's work, without padding."""
         for first in range(0, len(ids), _PLANNED):
             if first:
                 return_freed_memory()
@@ -83,7 +82,7 @@ def train_client(job: ClientJob, shard: Shard, work: Work) -> Block:
 
 
 def channels_last(tensor: Tensor) -> Tensor:
-    """A batch of images or a convolution's weight with its channels innermost in memory.
+    """Return a batch of images or a convolution's weight with its channels innermost in memory.
 
     `contiguous(memory_format=channels_last)` leaves a tensor of one channel as it is, and all that follows stays NCHW.
     """
@@ -93,7 +92,7 @@ def channels_last(tensor: Tensor) -> Tensor:
 
 
 def _replicas(job: ClientJob, shard: Shard, count: int) -> tuple[ClientJob, SimpleQueue[Forward]]:
-    """The job and a forward function for each worker: channels_last where the model can read it."""
+    """Return the job and a forward function for each worker: channels_last if the model can read it."""
     forwards: SimpleQueue[Forward] = SimpleQueue()
     last = shard.x.dim() == 4 and _reads_channels_last(job, shard)
     for _ in range(count):
@@ -115,7 +114,7 @@ class _ChannelsLast:
 
 
 def _reads_channels_last(job: ClientJob, shard: Shard) -> bool:
-    """Whether the model runs so: one that calls `.view` on a feature map does not."""
+    """Return whether the model runs channels last: one that calls `.view` on a feature map does not."""
     start = {name: channels_last(tensor) for name, tensor in job.start.items()}
     if all(tensor.dim() != 4 for tensor in start.values()):
         return False
@@ -130,7 +129,7 @@ def _reads_channels_last(job: ClientJob, shard: Shard) -> bool:
 def _in_order(
     pool: ThreadPoolExecutor, train: Callable[[Work], Block], works: Iterator[Work], ahead: int
 ) -> Iterator[Block]:
-    """Results in the order of their work; only a few are kept waiting, so memory does not grow with the cohort."""
+    """Yield results in the order of their work; only a few wait, so memory does not grow with the cohort."""
     waiting: deque[Future[Block]] = deque(pool.submit(train, work) for work in islice(works, ahead))
     while waiting:
         block = waiting.popleft().result()

@@ -1,1 +1,1 @@
-"""What people look at: progress, tables, figures."""
+"""Pages, plots, statements and progress: everything that people read."""

@@ -1,95 +1,86 @@
-"""One page of text and tables, as Markdown or as HTML that needs no other file and has a light and a dark look."""
+"""Pages: Markdown from a Jinja template, and HTML from that Markdown."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib.resources import files
+from typing import Any
 
-Rows = Sequence[tuple[str, str]]
+import jinja2
+from markupsafe import Markup
 
-
-@dataclass(frozen=True)
-class Section:
-    """A heading, perhaps a paragraph, a table of two columns, and lists."""
-
-    heading: str
-    text: str
-    rows: Rows
-    lists: Sequence[tuple[str, Sequence[str]]] = ()
+from fedblur.report.text import counted, rounded_up
 
 
 @dataclass(frozen=True)
 class Page:
-    """A title, the essence in one line, a warning where there is one, and sections."""
+    """A title, the essence in one line, a warning where there is one, and the whole text."""
 
     title: str
     lead: str
-    notice: str | None
-    sections: Sequence[Section]
+    notice: str
+    markdown: str
+
+    @property
+    def sections(self) -> Markup:
+        """All sections as HTML, one level below a report's own headings."""
+        return to_html(self.markdown[self.markdown.index("\n## ") :], below=2)
 
 
-def markdown(page: Page) -> str:
-    parts = [f"# {page.title}", f"**{page.lead}**"]
-    if page.notice:
-        parts.append(f"> **{page.notice}**")
-    for section in page.sections:
-        parts.append(f"## {section.heading}")
-        if section.text:
-            parts.append(section.text)
-        if section.rows:
-            lines = [f"| {_cell(name)} | {_cell(value)} |" for name, value in section.rows]
-            parts.append("\n".join(["| | |", "|---|---|", *lines]))
-        parts += ["\n".join([f"**{name}**", "", *(f"- {item}" for item in items)]) for name, items in section.lists]
-    return "\n\n".join(parts) + "\n"
+def asset(name: str) -> str:
+    """Return the text of a template, a style sheet or a script."""
+    return files("fedblur.report").joinpath("templates", name).read_text(encoding="utf-8")
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+def environment(**options: Any) -> jinja2.Environment:
+    """Return what renders templates: an unknown name is an error."""
+    made = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, **options)
+    made.filters |= {"inline": inline, "epsilon": rounded_up, "counted": counted, "safe_svg": Markup}
+    return made
 
 
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1c1e21; --paper: #fff; --soft: #5b6168; --line: #d8dce0; --warn: #8a1f11;
-  --warnbg: #fdecea; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e8ea; --paper: #16181b; --soft: #a2a9b0; --line: #363b41;
-  --warn: #ffb4a8; --warnbg: #3a1a16; } }
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 50rem;
-  margin: 2rem auto; padding: 0 1rem; }
-h1 { margin-bottom: .3rem; } h2 { margin-top: 2rem; font-size: 1.15rem; }
-.lead { font-size: 1.1rem; font-weight: 600; }
-.notice { color: var(--warn); background: var(--warnbg); padding: .7rem 1rem; border-radius: .4rem; font-weight: 600; }
-table { border-collapse: collapse; width: 100%; }
-th { text-align: left; font-weight: 600; color: var(--soft); width: 11rem; }
-th, td { vertical-align: top; padding: .35rem .8rem .35rem 0; border-bottom: 1px solid var(--line);
-  overflow-wrap: anywhere; }
-code { font-size: .92em; }
-@media print { body { margin: 0; max-width: none; } }
-"""
+def render_markdown(template: str, **values: Any) -> str:
+    """Render a template; no value can end its table cell or its line."""
+    made = environment(finalize=lambda value: " ".join(str(value).splitlines()).replace("|", "\\|"))
+    return made.from_string(asset(template)).render(**values).rstrip() + "\n"
 
 
 def html(page: Page) -> str:
-    parts = [f"<h1>{escape(page.title)}</h1>", f'<p class="lead">{_inline(page.lead)}</p>']
-    if page.notice:
-        parts.append(f'<p class="notice">{_inline(page.notice)}</p>')
-    for section in page.sections:
-        parts.append(f"<h2>{escape(section.heading)}</h2>")
-        if section.text:
-            parts.append(f"<p>{_inline(section.text)}</p>")
-        if section.rows:
-            rows = "".join(f"<tr><th>{escape(n)}</th><td>{_inline(v)}</td></tr>\n" for n, v in section.rows)
-            parts.append(f"<table>\n{rows}</table>")
-        for name, items in section.lists:
-            entries = "".join(f"<li>{_inline(item)}</li>\n" for item in items)
-            parts.append(f"<h3>{escape(name)}</h3>\n<ul>\n{entries}</ul>")
-    head = (
-        f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(page.title)}</title>'
-    )
-    body = "\n".join(parts)
-    return (
-        f'<!doctype html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n'
-    )
+    """Return the page as HTML that needs no other file and has a light and a dark look."""
+    values = {"title": page.title, "style": Markup(asset("page.css")), "body": to_html(page.markdown)}
+    return environment(autoescape=True).from_string(asset("page.html.jinja")).render(**values)
 
 
-def _inline(text: str) -> str:
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+def to_html(markdown: str, below: int = 0) -> Markup:
+    """Return our own Markdown as HTML, its headings so many levels lower: headings, paragraphs, tables of pairs, lists.
+
+    A line that is bold as a whole is the lead after the title, and the name of a list elsewhere.
+    """
+    parts = []
+    for block in re.split(r"\n{2,}", markdown.strip()):
+        level = len(block) - len(block.lstrip("#"))
+        if level:
+            parts.append(f"<h{level + below}>{inline(block[level + 1 :])}</h{level + below}>")
+        elif block.startswith("> **"):
+            parts.append(f'<p class="notice">{inline(block[4:-2])}</p>')
+        elif block.startswith("| | |"):
+            cells = [re.split(r" (?<!\\)\| ", line[2:-2], maxsplit=1) for line in block.splitlines()[2:]]
+            rows = "".join(f'<tr><th scope="row">{inline(a)}</th><td>{inline(b)}</td></tr>\n' for a, b in cells)
+            parts.append(f'<table class="pairs"><tbody>\n{rows}</tbody></table>')
+        elif block.startswith("- "):
+            items = "".join(f"<li>{inline(line[2:])}</li>\n" for line in block.splitlines())
+            parts.append(f"<ul>\n{items}</ul>")
+        elif block.startswith("**") and parts[-1].startswith("<h1"):
+            parts.append(f'<p class="lead">{inline(block[2:-2])}</p>')
+        elif block.startswith("**"):
+            parts.append(f"<h{3 + below}>{inline(block[2:-2])}</h{3 + below}>")
+        else:
+            parts.append(f"<p>{inline(block)}</p>")
+    return Markup("\n".join(parts))
+
+
+def inline(text: str) -> Markup:
+    """Return a line of Markdown as HTML: text between backticks is code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text.replace("\\|", "|"))))

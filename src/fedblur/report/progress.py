@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -12,11 +12,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from fedblur.core.callbacks import Row
+
 
 class RunProgress:
-    """Call it with each round's row. `rounds=None`: learnt from the first row's run (resume).
+    """A display that is called with each round's row. `rounds=None`: learnt from the first row (resume).
 
-    A run in stages says in its rows which one it is in, and how long that is; each stage gets a line.
+    Rows of a run in stages name their stage and its length; each stage gets a line.
     """
 
     def __init__(self, rounds: int | None, quiet: bool, label: str = "round", console: Console | None = None) -> None:
@@ -38,7 +40,7 @@ class RunProgress:
         self.cautioned = False
 
     def __enter__(self) -> RunProgress:
-        return self  # the display starts with the first round: what goes wrong before it leaves no empty line
+        return self  # the display starts with the first round: an earlier error leaves no empty line
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -46,8 +48,13 @@ class RunProgress:
         if self.tasks:
             self.progress.stop()
 
-    def __call__(self, row: dict[str, Any]) -> None:
-        self._remember(row)
+    def __call__(self, row: Row) -> None:
+        if row["accuracy"] is not None:
+            self.accuracy = row["accuracy"]
+        if (epsilon := row.get("epsilon")) is not None:
+            self.epsilon = epsilon
+        if (share := row["local_only"]["clipped_share"]) is not None:
+            self.clipped = share
         fields: dict[str, Any] = {
             "accuracy": "–" if math.isnan(self.accuracy) else f"{100 * self.accuracy:.1f} %",
             "epsilon": "–" if math.isnan(self.epsilon) else f"{self.epsilon:.2f}",
@@ -64,21 +71,26 @@ class RunProgress:
             self.cautioned = True
 
     def note(self, text: str) -> None:
-        """A line above the display."""
+        """Print a line above the display."""
         if not self.quiet:
             self.progress.console.print(text, markup=False, highlight=False)
-
-    def _remember(self, row: dict[str, Any]) -> None:
-        if row["accuracy"] is not None:
-            self.accuracy, self.epsilon = row["accuracy"], row["epsilon"]
-        share = row["local_only"]["clipped_share"]
-        if share is not None:
-            self.clipped = share
 
 
 @contextmanager
 def bar(label: str, total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A plain bar; call what it gives with how much is done."""
+    """Show a plain bar; call what it yields with how much is done."""
     with Progress(console=Console(stderr=True), disable=quiet) as progress:
         task = progress.add_task(label, total=total)
         yield lambda done: progress.update(task, completed=done)
+
+
+@contextmanager
+def one_by_one(quiet: bool, console: Console | None = None) -> Iterator[Callable[[int, str], RunProgress]]:
+    """Show several runs, one after another: call what it yields with the next run's rounds and its label."""
+    with ExitStack() as shown:
+
+        def start(rounds: int, label: str) -> RunProgress:
+            shown.close()
+            return shown.enter_context(RunProgress(rounds, quiet, label, console))
+
+        yield start

@@ -1,4 +1,4 @@
-"""What a report is about. In: run folders, or the folder of a table. Out: records, in groups of like settings.
+"""Records: the runs that a report shows. In: run folders, or a table's folder. Out: records in groups of like settings.
 
 Everything is read as it lies there, finished or not: a run that goes on has no summary yet.
 """
@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fedblur.config import canonical
-from fedblur.errors import RunError
-from fedblur.runfolder import RunFolder
-from fedblur.verification import read_json
+from fedblur.core.callbacks import Row
+from fedblur.core.config import canonical
+from fedblur.core.errors import RunError
+from fedblur.experiments.result_store import read_results
+from fedblur.privacy.claim import from_json
+from fedblur.training.run_folder import RunFolder, RunSummary
 
-Row = dict[str, Any]
 _NAMED = 2  # settings in a group's name, at most
 
 
@@ -29,8 +30,10 @@ class Record:
     axes: dict[str, Any]  # of the table that it belongs to, without the seed
     config: dict[str, Any]
     rows: list[Row]
-    summary: dict[str, Any] | None  # None: it goes on, or was killed
+    summary: RunSummary | None  # None: it goes on, or was killed
     path: Path | None = None  # None: only its result is kept
+    table: str = ""  # the title of the table that it belongs to
+    position: int | None = None  # in that table; None: unknown
 
     @property
     def seed(self) -> int | None:
@@ -39,7 +42,7 @@ class Record:
 
     @property
     def complete(self) -> bool:
-        return self.summary is not None and self.summary["status"] == "complete"
+        return self.summary is not None and self.summary.complete
 
     @property
     def rounds_done(self) -> int:
@@ -47,7 +50,7 @@ class Record:
 
     @property
     def rounds_planned(self) -> int:
-        """Of the stage that the run is in, where it has stages (voting)."""
+        """The rounds of the current stage, where a run has stages (voting)."""
         return int((self.rows[-1].get("rounds") if self.rows else None) or self.config["rounds"])
 
     def local_only(self, key: str) -> list[tuple[int, Any]]:
@@ -82,62 +85,61 @@ class Group:
 
 
 def find_records(paths: Iterable[Path]) -> list[Record]:
-    """All runs in these folders; one that holds none is the user's mistake."""
+    """Return all runs in these folders; a folder that holds none is refused."""
     records: dict[str, Record] = {}
     for path in paths:
         if not path.exists():
             raise RunError(f"{path} does not exist; give a run folder, or the folder of a table")
-        found = _in_folder(path)
+        if RunFolder(path).config.exists():
+            found = [read_run(path)]
+        elif (path / "cells").is_dir() or (path / "results").is_dir():
+            found = _of_table(path)
+        else:
+            children = sorted(path.iterdir()) if path.is_dir() else []
+            found = [read_run(child) for child in children if RunFolder(child).config.exists()]
         if not found:
             raise RunError(f"{path} holds no run: it has no config.json, cells/ or results/; give a run folder")
         records |= {str((record.path or path / record.name).resolve()): record for record in found}
     return list(records.values())
 
 
-def _in_folder(path: Path) -> list[Record]:
-    if RunFolder(path).config.exists():
-        return [read_run(path)]
-    if (path / "cells").is_dir() or (path / "results").is_dir():
-        return _of_table(path)
-    children = sorted(path.iterdir()) if path.is_dir() else []
-    return [read_run(child) for child in children if RunFolder(child).config.exists()]
-
-
 def read_run(path: Path) -> Record:
-    """A run folder."""
+    """Read a run folder."""
     folder = RunFolder(path)
     config = folder.resolved()
-    summary = read_json(folder.summary)
-    return Record(path.resolve().name, method_words(config), {}, config, folder.read_rounds(), summary or None, path)
+    rows, summary = folder.read_rounds(), folder.read_summary()
+    return Record(path.resolve().name, method_words(config), {}, config, rows, summary, path)
 
 
 def _of_table(path: Path) -> list[Record]:
-    """The cells that are here, named by their results; and results whose cells are gone."""
-    results = {file.stem: read_json(file) for file in sorted((path / "results").glob("*.json"))}
-    kept = {key: result for key, result in results.items() if isinstance(result, dict) and "config" in result}
+    """Read the cells of a table, named by their results; and results whose cells are gone."""
+    kept = {result["settings"]: result for result in read_results(path / "results", strict=False) if "config" in result}
     cells = [cell for cell in (path / "cells").glob("*") if RunFolder(cell).config.exists()]
     records = {cell.name: read_run(cell) for cell in cells}
-    known: dict[str, tuple[str, dict[str, Any]]] = {}
+    known: dict[str, Record] = {}
     for key, result in kept.items():
-        axes = {name: value for name, value in result["axes"].items() if name != "seed"}
-        base = records.get(key) or Record(key, "", {}, result["config"], _rows_of(result), result)
-        records[key] = replace(base, name=result["cell"], label=result["label"], axes=axes)
-        known[_settings(base.config)] = (result["label"], axes)
+        axes = {name: result["axes"][name] for name in result.get("axis_order") or result["axes"] if name != "seed"}
+        summary = from_json(RunSummary, result, f"{path}/results/{key}.json")
+        base = records.get(key) or Record(key, "", {}, result["config"], _rows_of(result), summary)
+        about = replace(base, name=result["cell"], label=result["label"], axes=axes)
+        records[key] = replace(about, table=result.get("title", ""), position=result.get("position"))
+        known[_settings(base.config)] = records[key]
     for key, record in records.items():  # one that still runs belongs with its other seeds
-        label, axes = known.get(_settings(record.config), (record.label, record.axes))
-        records[key] = replace(record, label=label, axes=axes)
-    return [records[key] for key in sorted(records, key=lambda key: _order(records[key]))]
+        if key not in kept and (like := known.get(_settings(record.config))):
+            records[key] = replace(record, label=like.label, axes=like.axes, table=like.table, position=like.position)
+    return sorted(records.values(), key=_order)
 
 
 def _order(record: Record) -> tuple[Any, ...]:
-    """Fewer methods first: what others are compared with; then by axes, by seed."""
+    """Return what sorts runs as in their table's file; older results lack it: fewer methods first, by axes, by seed."""
+    place = (record.position is None, record.table, record.position or 0)
     return (
-        len(record.config["method"]), record.label, json.dumps(record.axes, sort_keys=True), record.seed or 0
+        *place, len(record.config["method"]), record.label, json.dumps(record.axes, sort_keys=True), record.seed or 0
     )  # fmt: skip
 
 
 def _rows_of(result: Mapping[str, Any]) -> list[Row]:
-    """Rounds as far as a result keeps them: accuracy, and some rounds' norms."""
+    """Return the rounds as far as a result keeps them: accuracy, and some rounds' norms."""
     rows: dict[int, Row] = {}
     for round_, accuracy in result.get("curve", []):
         rows[round_] = {"round": round_, "accuracy": accuracy, "epsilon": None, "local_only": {}}
@@ -148,7 +150,7 @@ def _rows_of(result: Mapping[str, Any]) -> list[Row]:
 
 
 def method_words(config: Mapping[str, Any]) -> str:
-    """`DP-FedAvg`, `DP-FedAvg + BLUR + LUS`, `FedAvg`, `AE-DPFL`."""
+    """Return `DP-FedAvg`, `DP-FedAvg + BLUR + LUS`, `FedAvg`, `AE-DPFL`."""
     names: list[str] = [method["name"].upper() for method in config["method"]]
     if names and names[0].endswith("-DPFL"):
         return names[0]
@@ -158,23 +160,19 @@ def method_words(config: Mapping[str, Any]) -> str:
 
 
 def grouped(records: Sequence[Record]) -> list[Group]:
-    """Runs of the same settings but for the seed, in the order in which they come; names tell groups apart."""
+    """Group runs that differ in their seed only, in the order in which they come; each group has its own name."""
     groups: dict[str, Group] = {}
     for record in records:
         key = json.dumps([record.label, record.axes, _settings(record.config)], sort_keys=True)
         groups.setdefault(key, Group(record.label, record.axes)).records.append(record)
-    return _told_apart(list(groups.values()))
-
-
-def _told_apart(groups: list[Group]) -> list[Group]:
-    """Where groups would have one name, the settings that they differ in are added to it."""
     same: dict[str, list[Group]] = {}
-    for group in groups:
+    for group in groups.values():
         same.setdefault(group.name, []).append(group)
-    return [replace(group, label=_with_settings(group, same[group.name])) for group in groups]
+    return [replace(group, label=_with_settings(group, same[group.name])) for group in groups.values()]
 
 
 def _with_settings(group: Group, alike: Sequence[Group]) -> str:
+    """Return a group's label, with the settings that tell it from groups of the same name."""
     if len(alike) == 1:
         return group.label
     tables = [dict(flatten(_without_seed(each.records[0].config))) for each in alike]
@@ -185,7 +183,7 @@ def _with_settings(group: Group, alike: Sequence[Group]) -> str:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """A configuration as `key.of.part: value`, for tables."""
+    """Return a configuration as `key.of.part: value`, for tables."""
     rows: list[tuple[str, str]] = []
     for key, value in config.items():
         if isinstance(value, Mapping):
@@ -197,7 +195,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
 
 
 def _settings(config: Mapping[str, Any]) -> str:
-    """All that seeds have in common, to look things up by."""
+    """Return all settings but the seed, to look things up by."""
     return canonical(_without_seed(config))
 
 

@@ -1,7 +1,7 @@
-"""The live page. In: a folder, there or not yet. Out: the report of it over HTTP, to this machine only.
+"""The live page. In: a folder, which need not exist yet. Out: its report over HTTP, to this machine only.
 
-Only GET of the page itself is answered, and only when the browser asked for this very host: a page from elsewhere whose
-name was pointed at 127.0.0.1 gets nothing.
+Only GET of the page itself is answered, and only when the browser asked for this host: a page from elsewhere whose name
+was pointed at 127.0.0.1 (DNS rebinding) gets nothing.
 """
 
 from __future__ import annotations
@@ -14,26 +14,33 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from fedblur.errors import FedBlurError, RunError
+from fedblur.core.errors import FedBlurError, RunError
 from fedblur.report.dashboard import make_report, policy, render, render_waiting
 from fedblur.report.records import find_records
 
 PORT = 8765
-_FILES = ("config.json", "rounds.jsonl", "summary.json", "results/*.json")
+_FILES = ("config.json", "rounds.jsonl", "summary.json", "results/*.json", "results/*.jsonl.gz")
 
 
 @dataclass
 class Live:
-    """The page about a folder, made anew when something in it has changed."""
+    """The page about a folder, made again when something in it has changed."""
 
     path: Path
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _made: tuple[str, str] = ("", "")  # what it was made of, and the page
 
     def page(self) -> tuple[str, str]:
-        """(tag, page): the tag changes when the page may have."""
+        """Return (tag, page): the tag changes when the page may have."""
         with self._lock:
-            tag = self._fingerprint()
+            seen = []
+            for file in self._files():
+                try:
+                    stat = file.stat()
+                except OSError:  # gone in between
+                    continue
+                seen.append(f"{file} {stat.st_size} {stat.st_mtime_ns}")
+            tag = hashlib.sha256("\n".join(sorted(seen)).encode()).hexdigest()[:16]
             if tag != self._made[0]:
                 self._made = (tag, self._render())
             return self._made
@@ -50,19 +57,9 @@ class Live:
         folders = [self.path, *self.path.glob("*/"), *self.path.glob("cells/*/")]
         return [file for folder in folders for pattern in _FILES for file in folder.glob(pattern)]
 
-    def _fingerprint(self) -> str:
-        seen = []
-        for file in self._files():
-            try:
-                stat = file.stat()
-            except OSError:  # gone in between
-                continue
-            seen.append(f"{file} {stat.st_size} {stat.st_mtime_ns}")
-        return hashlib.sha256("\n".join(sorted(seen)).encode()).hexdigest()[:16]
-
 
 class LiveServer(ThreadingHTTPServer):
-    """Answers on loopback; its threads end with it."""
+    """A server on loopback; its threads end with it."""
 
     daemon_threads = True
 
@@ -76,7 +73,7 @@ class LiveServer(ThreadingHTTPServer):
 
 
 def serve(live: Live, port: int = PORT) -> LiveServer:
-    """A server that is bound and not yet started; close it when done."""
+    """Return a server that is bound but not started; close it when done."""
     try:
         return LiveServer(live, port)
     except OSError as error:
@@ -128,4 +125,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: the terminal belongs to the user."""
+        """Print nothing: the terminal belongs to the user."""

@@ -2,59 +2,74 @@
 
 It follows what the field asks a private result to report (Ponomareva et al. 2023, "How to DP-fy ML"), for a reviewer
 who has never seen the project. Everything in it is recomputed from the ledger or read from the run's own files.
+`templates/statement.md.jinja` is the page; here is what depends on the run.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fedblur.accounting import zcdp
-from fedblur.checkpoint import write_atomically
-from fedblur.config import canonical, config_hash, from_dict
-from fedblur.errors import RunError
-from fedblur.ledger import read_randomness
-from fedblur.report.page import Page, Section, html, markdown
-from fedblur.report.rounding import rounded_up
-from fedblur.report.statement_how import how
-from fedblur.report.statement_words import QUESTIONS, assumed, counted, delta_against, meaning, not_protected
-from fedblur.runfolder import RunFolder
-from fedblur.verification import ACCOUNTANTS, Books, compose, read_books, read_json, unprotected, verify
+from fedblur.core.config import canonical, config_hash, from_dict
+from fedblur.core.errors import RunError
+from fedblur.core.files import write_atomically
+from fedblur.core.registry import build
+from fedblur.privacy.accounting import ACCOUNTANTS, zcdp
+from fedblur.privacy.claim import Claim, Selection, to_json
+from fedblur.privacy.ledger import read_randomness
+from fedblur.report.page import Page, html, render_markdown
+from fedblur.report.text import counted, rounded_up
+from fedblur.training.run_folder import RunFolder, RunSummary, read_json
+from fedblur.training.verify_ledger import Books, compose, read_books, unprotected, verify
 
 SEEDED = "not private: seeded noise"
+_FAILS = "FAILS FOR THIS RUN: its noise and its cohorts follow from a seed."
+_NEIGHBOURS = {  # by how the neighbours are stated: the two worlds, and what someone may want to know
+    "add or remove": ("with a client", "without it", "a client's taking part"),
+    "replace": ("with one client's data", "with another's instead", "which of two guesses at a client's data is right"),
+    "one client's data": ("with a client's data", "with none in their place", "whether a client's data were used"),
+}
+_MECHANISMS = {
+    "gaussian": "Gaussian noise on the sum of bounded updates",
+    "ddgauss": "discrete Gaussian noise on whole numbers, summed modulo a power of two (DDGauss)",
+    "skellam": "Skellam noise on whole numbers, summed modulo a power of two",
+}
 
 
 @dataclass(frozen=True)
 class Statement:
-    """What a run claims, and all that the claim rests on."""
+    """A run's privacy claim, and all that it rests on."""
 
-    run: Path
-    summary: dict[str, Any]
-    config: dict[str, Any]
-    books: Books
+    run: Path  # its folder
+    summary: RunSummary  # what the run says of itself
+    config: dict[str, Any]  # all settings
+    books: Books  # its ledger, read and recomputed
     findings: list[str]  # of `ledger verify`
     also: tuple[Books, ...] = ()  # other runs on the same clients: tuning, earlier tries
-    tuning: str = ""
+    tuning: str = ""  # how the settings were chosen
 
     @property
-    def privacy(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.summary["privacy"]
-        return found
+    def privacy(self) -> Claim:
+        """The claim as the run wrote it."""
+        return self.summary.privacy
 
     @property
     def not_private(self) -> str | None:
-        """Why this very run protects nobody, in plain words."""
-        warning = self.privacy["warning"]
+        """Return why this run protects nobody."""
+        warning = self.privacy.warning
         if not warning:  # the ledger's word counts too
             return SEEDED if self.books.randomness == "seed" else None
-        return SEEDED if "seeded" in warning else str(warning).replace("NOT PRIVATE", "not private")
+        return SEEDED if "seeded" in warning else warning.replace("NOT PRIVATE", "not private")
 
     @property
     def seeded(self) -> bool:
+        """Whether anyone with the seed can regenerate the noise."""
         return self.not_private == SEEDED
 
     @property
@@ -63,87 +78,147 @@ class Statement:
 
         Its ledgers do not say where noise comes from; later ones do, and their noise is of whole numbers.
         """
-        whole = not self.votes and self.config["mechanism"]["name"] in ("ddgauss", "skellam")
+        whole = not self.privacy.votes and self.config["mechanism"]["name"] in ("ddgauss", "skellam")
         return read_randomness(self.books.chain) is None and not whole
 
     @property
-    def votes(self) -> bool:
-        """Whether labels were released, not sums of updates."""
-        return self.privacy["clip_norm"] is None
-
-    @property
-    def chosen(self) -> dict[str, Any]:
-        """How a private search found this run; empty for a run of its own."""
-        return self.privacy.get("selection") or {}
+    def chosen(self) -> Selection | None:
+        """Return how a private search found this run; None for a run of its own."""
+        return self.privacy.selection
 
     @property
     def scored(self) -> int:
         """Validation clients whose scores decided without noise."""
-        open_ = self.chosen and not self.chosen["score_clients_protected"]
-        return int(self.chosen["score_clients"]) if open_ else 0
-
-    def not_protected(self) -> tuple[str, ...]:
-        return not_protected(self.in_floats, self.votes, self.scored)
-
-    def unprotected(self) -> str | None:
-        """Why the total over this run and the others is infinite though they added noise."""
-        return unprotected([self.books, *self.also])
+        return self.chosen.score_clients if self.chosen and not self.chosen.score_clients_protected else 0
 
     def epsilons(self) -> dict[str, float | None]:
+        """Return ε by accountant, recomputed from the ledger."""
         return {name: self.books.epsilon(name) for name in ACCOUNTANTS}
 
-    def _config_hash(self) -> str:
-        with RunFolder(self.run).reading():
-            return config_hash(from_dict({key: value for key, value in self.config.items() if key != "own"}))
-
     def one_line(self) -> str:
-        """The whole claim in a line."""
+        """Return the whole claim in a line."""
         delta, other = self.books.budget.delta, "rdp" if self.books.budget.accountant == "pld" else "pld"
         main, second = self.epsilons()[self.books.budget.accountant], self.epsilons()[other]
         also = "" if second is None else f"; {other.upper()} {rounded_up(second)}"
         verified = "ledger verified" if not self.findings else "LEDGER NOT VERIFIED"
         claim = (
             f"ε = {rounded_up(main)} at δ = {delta:.3g} ({self.books.budget.accountant.upper()}{also}), "
-            f"{self.privacy['adjacency']}, {counted(len(self.books.spends), 'release')}, {verified}"
+            f"{self.privacy.adjacency}, {counted(len(self.books.spends), 'release')}, {verified}"
         ) + (f", NOT for the {self.scored} validation clients" if self.scored else "")
         if self.in_floats:
             claim += ", NOT against someone with the exact released numbers: version 0.1 added noise in floating point"
         return f"{self.not_private.upper()} (with secret noise: {claim})" if self.not_private else claim
 
+    def shown(self) -> str:
+        """Return the claim in a line, and where the statement is."""
+        return f"Privacy: {self.one_line()}. Statement: {self.run / 'statement.md'} (.html, .json)"
+
+    @cached_property
+    def made(self) -> str:
+        """When the statement was made."""
+        return datetime.now(UTC).isoformat(timespec="seconds")
+
     def facts(self) -> dict[str, Any]:
-        """The machine-readable form."""
-        privacy = {key: value for key, value in self.privacy.items() if key not in ("ledger", "epsilon", "warning")}
-        total_delta, total = compose([self.books, *self.also])
+        """Return the machine-readable form."""
+        with RunFolder(self.run).reading():
+            own = config_hash(from_dict({key: value for key, value in self.config.items() if key != "own"}))
+        claim, runs = to_json(replace(self.privacy, ledger=None)), [self.books, *self.also]
+        total_delta, total = compose(runs)
         return {
             "statement": "fedblur privacy statement, version 1",
-            "made": datetime.now(UTC).isoformat(timespec="seconds"),
+            "made": self.made,
             "private": self.not_private is None,
             "not_private_because": self.not_private,
             "epsilon": self.epsilons(),
             "delta": self.books.budget.delta,
-            "delta_times_clients": self.books.budget.delta * self.summary["clients"],
+            "delta_times_clients": self.books.budget.delta * self.summary.clients,
             "zcdp_rho": zcdp(self.books.event()),
-            "clients": self.summary["clients"],
+            "clients": self.summary.clients,
             "releases": len(self.books.spends),
-            "claim": privacy,
-            "runs_composed": 1 + len(self.also),
-            "total": {"delta": total_delta, "epsilon": total, "infinite_because": self.unprotected()},
+            "claim": {key: value for key, value in claim.items() if key not in ("epsilon", "warning")},
+            "runs_composed": len(runs),
+            "total": {
+                "delta": total_delta,
+                "epsilon": total,
+                "infinite_because": unprotected([self.books, *self.also]),
+            },
             "tuning": self.tuning or None,
-            "assumed": list(assumed(self.seeded, self.privacy["sampling"])),
-            "not_protected": list(self.not_protected()),
+            "assumed": assumed(self.seeded, self.privacy.sampling),
+            "not_protected": not_protected(self.in_floats, self.privacy.votes, self.scored),
             "seed": self.config.get("seed"),
-            "versions": self.summary["versions"],
-            "config_hash": self._config_hash(),
+            "versions": self.summary.versions,
+            "config_hash": own,
             "ledger": {"lines": len(self.books.chain.links), "head": self.books.chain.head},
             "ledger_findings": self.findings,
         }
 
+    def mechanism(self) -> str:
+        """Describe the noise."""
+        settings = self.config["mechanism"]
+        if self.privacy.votes or settings["name"] not in _MECHANISMS:
+            return self.privacy.mechanism
+        others = ", ".join(f"{key} = {value}" for key, value in settings.items() if key != "name")
+        return _MECHANISMS[settings["name"]] + (f" ({others})" if others else "")
+
+    def bound(self) -> str:
+        """Say how a client's update is bounded, and by which S."""
+        now, rule = self.privacy.clip_norm, str(self.privacy.clipping)
+        if not self.config.get("clipping"):
+            return rule.replace("clip_norm", f"S = {now:g}", 1)
+        rule = rule.replace("clip_norm", "the round's S", 1)
+        return rule.replace(" and adapts", f", has come to {now:g} and adapts", 1)
+
+    def noise(self) -> str:
+        """Say how much there is on the sum; σ alone would be untrue where a bit or a larger cohort changes it."""
+        sigma = self.privacy.noise_multiplier
+        if self.config.get("clipping"):
+            with RunFolder(self.run).reading():
+                rule = build("clipping", self.config["clipping"])
+            alone = rule.vector_multiplier(sigma, self.privacy.expected_cohort)
+            return (
+                f"σ = {sigma:.4g} for an update and its clip bit together: {alone:.4g} times the round's S on the sum"
+            )
+        least = self.config["mechanism"].get("min_cohort")
+        more = f" of {least} clients, and √(n/{least}) times that on the sum of n" if least else ""
+        return f"σ = {sigma:.4g}, standard deviation σ·S on the sum{more}"
+
+    def choice_of_settings(self) -> str:
+        """Say how the settings were chosen, as far as anybody recorded it."""
+        recorded = self.privacy.tuning if self.privacy.tuned else ""  # by `fedblur tune`: which way, and what it cost
+        uncounted = "" if recorded or self.also or not self.tuning else "what that cost is not counted here"
+        unknown = "how they were chosen is not recorded; if on these clients, it is not free"
+        return "; ".join(filter(None, (recorded, self.tuning, uncounted))) or unknown
+
+    def notice(self) -> str:
+        """Say what a reader must know first; nothing for a private run with a whole ledger."""
+        lines = []
+        if self.not_private:
+            lines.append(f"This run is {self.not_private}.")
+        if self.seeded:
+            lines.append(
+                "The seed is on this page: anyone can compute the noise and subtract it. The figures below would hold "
+                "for the same settings with noise and cohorts from the operating system."
+            )
+        if self.findings:
+            lines.append(f"The ledger could not be verified: {'; '.join(self.findings)}.")
+        return " ".join(lines)
+
+    def audits(self) -> list[tuple[str, int]]:
+        """Return what audits of this configuration found, and with how many canaries."""
+        found = [read_json(path) for path in sorted((self.run / "audit").glob("*.json"))]
+        kept = [audit for audit in found if audit and not audit.get("noise_removed")]
+        return [
+            (", ".join(f"{name} ε = {attack['epsilon']:.2f}" for name, attack in audit["attacks"].items()),
+             audit["canaries"])
+            for audit in kept
+        ]  # fmt: skip
+
 
 def read_statement(run: Path, also: Sequence[Path] = (), tuning: str = "") -> Statement:
-    """Everything about a finished run."""
+    """Read everything about a finished run."""
     folder = RunFolder(run)
-    config, summary = folder.resolved(), read_json(folder.summary)
-    if not summary:
+    config, summary = folder.resolved(), folder.read_summary()
+    if summary is None:
         raise RunError(f"{run} has no summary.json: the run never ended; go on with: fedblur resume {run}")
     return Statement(
         run, summary, config, read_books(run), verify(run), tuple(read_books(other) for other in also), tuning
@@ -151,11 +226,11 @@ def read_statement(run: Path, also: Sequence[Path] = (), tuning: str = "") -> St
 
 
 def write_statement(run: str | Path, also: Sequence[Path] = (), tuning: str = "") -> tuple[Statement, Path]:
-    """statement.md, .html and .json in the run folder; the Markdown's path comes back."""
+    """Write statement.md, .html and .json into the run folder; return the statement and the Markdown's path."""
     run = Path(run)
     statement = read_statement(run, also, tuning)
     page = page_of(statement)
-    write_atomically(run / "statement.md", markdown(page).encode())
+    write_atomically(run / "statement.md", page.markdown.encode())
     write_atomically(run / "statement.html", html(page).encode())
     facts = json.loads(canonical(statement.facts()))
     write_atomically(run / "statement.json", (json.dumps(facts, indent=2) + "\n").encode())
@@ -163,140 +238,108 @@ def write_statement(run: str | Path, also: Sequence[Path] = (), tuning: str = ""
 
 
 def page_of(statement: Statement) -> Page:
-    """The statement as a page: the same for Markdown and HTML."""
-    notice = None
-    if statement.not_private:
-        notice = (
-            f"This run is {statement.not_private}. The seed is on this page: anyone can compute the noise and subtract "
-            "it. The figures below would hold for the same settings with noise and cohorts from the operating system."
-            if statement.seeded
-            else f"This run is {statement.not_private}."
-        )
-    if statement.findings:
-        notice = f"{notice or ''} The ledger could not be verified: {'; '.join(statement.findings)}.".strip()
-    sections = (
-        _claim(statement), _who(statement), how(statement), _tuning(statement), _limits(statement), _record(statement),
-    )  # fmt: skip
-    return Page("Privacy statement", statement.one_line(), notice, sections)
-
-
-def _claim(statement: Statement) -> Section:
-    epsilons, delta, clients = statement.epsilons(), statement.books.budget.delta, statement.summary["clients"]
-    rho = zcdp(statement.books.event())
-    each = [
-        (
-            f"ε by {name.upper()}",
-            "this accountant has no bound for this mechanism" if value is None else rounded_up(value),
-        )
-        for name, value in epsilons.items()
-    ]
-    zero = (
-        "does not apply: no useful bound with this sampling and noise; the RDP figure is the comparable one"
-        if rho is None
-        else f"ρ = {rho:.4g}"
-    )
-    main, neighbours = epsilons[statement.books.budget.accountant], statement.privacy["adjacency"]
-    text = _introduction(statement) + meaning(main, delta, statement.seeded, neighbours)
-    title = "The claim" if statement.not_private is None else "What is not claimed for this run"
-    return Section(title, text, [*each, ("δ", f"{delta:.4g}. {delta_against(delta, clients)}"), ("zCDP", zero)])
-
-
-def _introduction(statement: Statement) -> str:
-    summary, config = statement.summary, statement.config
-    model = (config.get("own") or {}).get("model") or config["model"]["name"]
-    methods = " + ".join(method["name"] for method in config["method"]) or "DP-FedAvg"
-    return (
-        f"A model ({model}, {summary['parameters']:,} parameters) was trained by federated learning "
-        f"({methods}) on the data of {summary['clients']:,} clients, with "
-        f"{counted(len(statement.books.spends), 'release')} of {_released(statement)}. Its accuracy is "
-        f"{100 * summary['accuracy']:.1f} % on {summary['evaluated_on']} data. "
-    )
-
-
-def _released(statement: Statement) -> str:
-    if statement.chosen:
-        return "the winner of a private search, with all that its training released"
-    return "labels by noisy votes" if statement.votes else "noisy sums"
-
-
-def _who(statement: Statement) -> Section:
-    privacy = statement.privacy
-    rows = [
-        ("unit of privacy", f"{privacy['unit']}: everything that one client contributed, in all rounds"),
-        ("neighbours", privacy["adjacency"]),
-        ("population", f"{statement.summary['clients']:,} clients; data: {statement.summary['data']}"),
-        ("trusted", privacy["trust_model"]),
-        ("the adversary sees", "all released models and everything computed from them, the settings and the code"),
-    ]
-    if statement.summary["data_note"]:
-        rows.append(("about the data", statement.summary["data_note"]))
-    return Section("Who is protected, and from whom", "", rows)
-
-
-def _tuning(statement: Statement) -> Section:
-    rows = [("measured on", f"{statement.summary['evaluated_on']} data, final round")]
-    privacy = statement.summary["privacy"]
-    recorded = privacy["tuning"] if "tuned" in privacy else ""  # by `fedblur tune`: which way, and what it cost
-    unknown = "how they were chosen is not recorded; if on these clients, it is not free"
-    uncounted = "" if recorded or statement.also or not statement.tuning else "what that cost is not counted here"
-    rows.append(("settings", "; ".join(filter(None, (recorded, statement.tuning, uncounted))) or unknown))
-    if statement.also:
-        figures = words_of_total([statement.books, *statement.also], digits=4)
-        rows.append((f"all {1 + len(statement.also)} runs together", figures))
-    text = (
-        "Every run on the same clients adds to what they lose, failed ones and those for tuning too. The claim above "
-        "is for this run alone."
-    )
-    return Section("Tuning, and other runs on the same clients", text, rows)
-
-
-def _limits(statement: Statement) -> Section:
-    return Section(
-        "What this rests on, and what it does not cover",
-        "",
-        [],
-        lists=(
-            ("Assumed", assumed(statement.seeded, statement.privacy["sampling"])),
-            ("Not protected", statement.not_protected()),
-            ("Questions to ask", QUESTIONS),
+    """Return the statement as a page."""
+    config, spends, budget = statement.config, statement.books.spends, statement.books.budget
+    text = render_markdown(
+        "statement.md.jinja",
+        s=statement,
+        facts=statement.facts(),
+        summary=statement.summary,
+        privacy=statement.privacy,
+        budget=budget,
+        releases=len(spends),
+        repeated=len(spends) - len({round_ for round_, _ in spends}),
+        model=(config.get("own") or {}).get("model") or config["model"]["name"],
+        methods=[method["name"] for method in config["method"]],
+        meaning=meaning(
+            statement.epsilons()[budget.accountant], budget.delta, statement.seeded, statement.privacy.adjacency
         ),
+        step="release" if statement.privacy.votes or statement.chosen else "round",
+        limit=f"ε = {budget.epsilon:g} or " if math.isfinite(budget.epsilon) else "",
+        delta_against=delta_against,
+        words_of_total=words_of_total,
     )
+    return Page("Privacy statement", statement.one_line(), statement.notice(), text)
 
 
-def _record(statement: Statement) -> Section:
-    facts = statement.facts()
-    verified = "verified: chain whole, every round covered, ε recomputed" if not statement.findings else "NOT VERIFIED"
-    seed = statement.config.get("seed")
-    rows = [
-        ("randomness", f"seed {seed}: {SEEDED}" if seed is not None else "operating system (CSPRNG), not replayable"),
-        ("configuration", facts["config_hash"]),
-        ("ledger", f"{facts['ledger']['lines']} lines (the budget, then a line a release), {facts['ledger']['head']}"),
-        ("ledger check", verified),
-        ("versions", ", ".join(f"{name} {value}" for name, value in facts["versions"].items())),
-        ("status", f"{statement.summary['status']}; statement made {facts['made']}"),
+def assumed(seeded: bool, sampling: str) -> list[str]:
+    """List what the claim rests on; a seeded run lacks a part. Who came matters where sampling counts."""
+    lines = [
+        "Each person is one client. Someone with k clients has k·ε, and δ times (e^(kε) − 1)/(e^ε − 1).",
+        "Who is in the population, and N itself, were decided without looking at private data; N and p are public.",
+        "The trusted party named above runs this code unchanged and releases only the models.",
+        "Noise and cohorts are secret, drawn by the operating system's random generator, and that is sound."
+        + (f" {_FAILS}" if seeded else ""),
     ]
-    text = (
-        "To check: `fedblur ledger verify RUN`, on the run folder. It recomputes ε and finds edits; that the noise was "
-        "drawn it cannot show: `fedblur audit` attacks the code that does. A hash of the ledger kept elsewhere shows "
-        "if it was rewritten."
+    secret = "only the trusted party learns who took part."
+    if "amplifies nothing" not in sampling and sampling.startswith("Poisson"):
+        lines.append(f"Clients' participations in a round are independent draws; {secret}")
+    if "amplifies nothing" not in sampling and sampling.startswith("fixed"):
+        lines.append(f"The clients of a round are drawn at random; {secret}")
+    return lines
+
+
+def not_protected(in_floats: bool, pool: bool = False, scored: int = 0) -> list[str]:
+    """List what the claim does not cover.
+
+    `in_floats`: the noise was added in floating point; `pool`: labels of public samples were bought; `scored`:
+    validation clients whose scores chose the settings without noise.
+    """
+    others = []
+    if in_floats:
+        others.append(
+            "Clients against someone who has the exact numbers of any released model: version 0.1 added noise in "
+            "floating point, whose low bits can tell who took part with certainty, and in its blocks one client's size "
+            "changed what others sent (docs/privacy.md, Before version 0.2)."
+        )
+    if pool:
+        others.append(
+            "Whoever the public pool belongs to (see the note about the data): its samples are used as they are."
+        )
+    if scored:
+        others.append(f"The {scored} validation clients: settings were chosen by their scores, without noise.")
+    return [
+        *others,
+        "What the population as a whole teaches: the model learns it, and that is the purpose.",
+        "A client against whoever holds its data, or against the trusted party itself.",
+        "Whoever the data behind the accuracy belong to: it was measured without noise. Where they are clients too "
+        "(see the note about the data), publishing it tells something about them that ε does not count.",
+        "Figures marked local_only in the run folder (norms, cohort sizes, times): made without noise; publishing "
+        "them voids the claim.",
+        "Other runs and other publications about the same clients: ε and δ both add up (see Tuning).",
+        "Side channels, such as timing and memory.",
+    ]
+
+
+def meaning(epsilon: float | None, delta: float, seeded: bool, adjacency: str) -> str:
+    """Return the definition between the neighbours that are stated, and what it allows an adversary to learn."""
+    if epsilon is None or math.isinf(epsilon):
+        return "No noise bounds what its releases tell about a client: nothing is claimed."
+    sure = 100 / (1 + math.exp(-epsilon))
+    one, other, wanted = next(words for start, words in _NEIGHBOURS.items() if adjacency.startswith(start))
+    bound = (
+        f"(ε, δ)-differential privacy with ε = {rounded_up(epsilon)} and δ = {delta:.4g}: for any event E about "
+        f"everything that the run released, P[E {one}] ≤ e^ε · P[E {other}] + δ, and the other way round. Someone for "
+        f"whom {wanted} was an even bet may become {sure:.0f} % sure of it, not more, apart from δ."
     )
-    return Section("Record", text, rows + _audits(statement.run))
+    return f"With secret noise and cohorts it would have had {bound}" if seeded else f"It has {bound}"
 
 
-def _audits(run: Path) -> list[tuple[str, str]]:
-    """Audits of this configuration, where there are any in the run folder."""
-    rows = []
-    for path in sorted((run / "audit").glob("*.json")):
-        audit = read_json(path)
-        if audit and not audit.get("noise_removed"):
-            found = {name: attack["epsilon"] for name, attack in audit["attacks"].items()}
-            words = ", ".join(f"{name} ε = {value:.2f}" for name, value in found.items())
-            rows.append(("empirical audit", f"{words} ({audit['canaries']:,} canaries); a lower bound, no proof"))
-    return rows
+def delta_against(delta: float, clients: int) -> str:
+    """Compare δ with 1/N."""
+    share = delta * clients
+    if share > 0.999:
+        words = (
+            "That is not below 1/N: by itself the guarantee would permit publishing one client's data in full, on "
+            "average, in every run. The usual advice is far less."
+        )
+    else:
+        words = "Not far below 1/N; the usual advice is far less." if share > 0.1 else "Well below 1/N."
+    return f"δ·N = {share:.3g} for N = {clients:,} clients. {words}"
 
 
 def words_of_total(books: list[Books], digits: int = 3) -> str:
-    """What runs on the same clients cost together, or why that is infinite; nothing where no accountant has a bound."""
+    """Say what runs on the same clients cost together, or why that is infinite; nothing without a bound."""
     why = unprotected(books)
     if why is not None:
         return f"ε = ∞, since {why}"

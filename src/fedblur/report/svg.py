@@ -1,7 +1,6 @@
-"""Charts as SVG, drawn here and not in the browser: they need no script, and take their colours from the page's style.
+"""Charts as SVG that needs no script: colours come from the page's style sheet, values under the pointer from titles.
 
-In: series of points. Out: the text of one `<svg>`. Classes say what a mark is (`s0`, `band`, `rule`); the style sheet
-says how it looks in the light and in the dark.
+In: series of points. Out: the text of one `<svg>`. Classes say what a mark is (`s0`, `band`, `rule`).
 """
 
 from __future__ import annotations
@@ -9,19 +8,29 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 440, 270
-LEFT, RIGHT, TOP, BOTTOM = 54, 12, 12, 42
+WIDTH, HEIGHT = 440, 285
+LEFT, RIGHT, TOP, BOTTOM = 64, 20, 30, 42  # around the plot: the vertical axis has its title above it
+ROW = 52  # height of an interval chart's row
 Format = Callable[[float], str]
+
+
+def short(value: float) -> str:
+    """Return a round number: all digits of the step between ticks, or none after the point from a thousand on."""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.6g}"
+
+
+def hundredths(value: float) -> str:
+    """Return a share as a percentage without its sign, which stands in the axis title."""
+    return f"{100 * value:.6g}"
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line, with bands below and above it where there are any."""
+    """A line, with bands around it where there are any."""
 
-    name: str
     xs: Sequence[float]
     ys: Sequence[float]
     style: int = 0
@@ -30,16 +39,16 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """One direction of a chart: which values, where they lie, and how they are written."""
+    """A direction of a chart: its title with the unit, its range, and how its values are written."""
 
-    label: str
+    title: str
     low: float
     high: float
     log: bool = False
-    write: Format = field(default=lambda value: f"{value:g}")
+    write: Format = short
 
     def at(self, value: float) -> float:
-        """Between 0 and 1."""
+        """Return a value's place, between 0 and 1."""
         if self.log:
             value, low, high = math.log(max(value, self.low)), math.log(self.low), math.log(self.high)
         else:
@@ -56,29 +65,20 @@ class Axis:
         return log_ticks(self.low, self.high) if self.log else ticks(self.low, self.high)
 
 
-def percent(value: float) -> str:
-    return f"{100 * value:.4g} %"
-
-
 def axis_of(
-    label: str, values: Sequence[float], *, log: bool = False, zero: bool = False, write: Format | None = None
+    title: str, values: Sequence[float], *, log: bool = False, zero: bool = False, write: Format = short
 ) -> Axis:
-    """An axis around these values, to round numbers."""
+    """Return an axis around these values that ends in round numbers."""
     low, high = min(values), max(values)
     if log:
-        return Axis(label, 10 ** (math.log10(low) - 0.05), 10 ** (math.log10(high) + 0.05), True, write or _short)
-    low = min(0.0, low) if zero else low
-    steps = ticks(low, high, inside=False)
-    return Axis(label, steps[0], steps[-1], False, write or _short)
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+        return Axis(title, 10 ** (math.log10(low) - 0.05), 10 ** (math.log10(high) + 0.05), True, write)
+    steps = ticks(min(0.0, low) if zero else low, high, inside=False)
+    return Axis(title, steps[0], steps[-1], False, write)
 
 
 def ticks(low: float, high: float, wanted: int = 5, inside: bool = True) -> list[float]:
-    """Round numbers from low to high; `inside=False` reaches over both ends."""
-    if high <= low:
+    """Return round numbers from low to high; `inside=False` reaches over both ends."""
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
         low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (0.0, 1.0)
     rough = (high - low) / wanted
     size = 10 ** math.floor(math.log10(rough))
@@ -90,7 +90,7 @@ def ticks(low: float, high: float, wanted: int = 5, inside: bool = True) -> list
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2, 5 in each decade while they are few; else the decades, or every few of them."""
+    """Return 1, 2, 5 of each decade while they are few; else the decades, or every few of them."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     factors = (1, 2, 5) if last - first <= 3 else (1,)
     every = max(1, (last - first) // 6)
@@ -98,106 +98,106 @@ def log_ticks(low: float, high: float) -> list[float]:
     return [value for value in found if low <= value <= high]
 
 
-def line_chart(name: str, series: Sequence[Series], x: Axis, y: Axis, tips: Sequence[str] = ()) -> str:
-    """Lines over an axis; `tips` are the words for each x of the first series."""
-    parts = [_grid(x, y)]
+def line_chart(name: str, series: Sequence[Series], x: Axis, y: Axis, tips: Sequence[tuple[float, str]]) -> str:
+    """Draw lines over an axis; each tip is (x, what to show under the pointer there)."""
+    parts = [_title(y.title, above=True), _title(x.title), _levels(y)]
+    parts += [_tick(x.x(tick), x.write(tick)) for tick in x.ticks()]
     for each in series:
-        parts += [_band(each.xs, low, high, each.style, x, y) for low, high in each.bands]
-    parts += [_line(each, x, y) for each in series]
-    if series and tips:
-        parts.append(_hits([x.x(value) for value in series[0].xs], tips))
-    return _svg(name, parts)
+        for low, high in each.bands:
+            edge = [*zip(each.xs, high, strict=True), *reversed([*zip(each.xs, low, strict=True)])]
+            parts.append(f'<path class="band s{each.style}" d="M{_path(edge, x, y)}Z"/>')
+    for each in series:
+        points = [*zip(each.xs, each.ys, strict=True)]
+        if len(points) == 1:
+            parts.append(_dot(x.x(points[0][0]), y.y(points[0][1]), 3, each.style))
+        else:
+            parts.append(f'<path class="line s{each.style}" d="M{_path(points, x, y)}"/>')
+    return _svg(name, [*parts, _strips([x.x(value) for value, _ in tips], [words for _, words in tips])])
 
 
-def bar_chart(name: str, heights: Sequence[float | None], names: Sequence[str], x_label: str, y: Axis,
-              rules: Sequence[float] = (), tips: Sequence[str] = ()) -> str:  # fmt: skip
-    """A column for each name; None leaves a gap."""
-    wide = (WIDTH - LEFT - RIGHT) / max(1, len(names))
-    centres = [LEFT + wide * (index + 0.5) for index in range(len(names))]
-    every = max(1, -(-sum(len(word) + 1 for word in names) // 48))  # so that names do not touch
-    parts = [_levels(y), *(_word(centre, name) for centre, name in [*zip(centres, names)][::every])]
-    parts.append(f'<text class="axis" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}">{escape(x_label)}</text>')
+def bar_chart(name: str, heights: Sequence[float | None], names: Sequence[str], x_title: str, y: Axis,
+              tips: Sequence[str], rules: Sequence[float] = ()) -> str:  # fmt: skip
+    """Draw a bar for each name; None leaves a gap. One name more than bars: the edges between them are named."""
+    wide = (WIDTH - LEFT - RIGHT) / max(1, len(heights))
+    centres = [LEFT + wide * (index + 0.5) for index in range(len(heights))]
+    first = centres[0] if len(names) == len(heights) else LEFT
+    every = max(1, -(-sum(len(word) + 1 for word in names) // 36))  # so that names do not touch
+    parts = [_title(y.title, above=True), _title(x_title), _levels(y)]
+    parts += [_tick(first + wide * index, word) for index, word in [*enumerate(names)][::every]]
     for centre, height in zip(centres, heights, strict=True):
         if height is not None:
             top = y.y(height)
             size = f'width="{max(1.0, wide * 0.78):.1f}" height="{max(0.5, HEIGHT - BOTTOM - top):.1f}"'
             parts.append(f'<rect class="bar s0" x="{centre - wide * 0.39:.1f}" y="{top}" {size}/>')
-    parts += [_rule(rule, y) for rule in rules]
-    parts.append(_hits(centres, tips))
-    return _svg(name, parts)
+    parts += [_across("rule", y.y(level)) for level in rules]
+    return _svg(name, [*parts, _strips(centres, tips)])
 
 
-def interval_chart(name: str, rows: Sequence[tuple[int, float, float, float]], y_names: Sequence[str], x: Axis) -> str:
-    """A dot with a range on each line, from above: (style, low, middle, high)."""
-    step = (HEIGHT - TOP - BOTTOM) / max(1, len(rows))
-    parts = [_uprights(x)]
-    for index, ((style, low, middle, high), word) in enumerate(zip(rows, y_names, strict=True)):
-        y = round(TOP + step * (index + 0.6), 1)
-        span = f'x1="{x.x(low)}" x2="{x.x(high)}" y1="{y}" y2="{y}"'
-        parts.append(f'<line class="range s{style}" {span}/><circle class="dot s{style}" cx="{x.x(middle)}" cy="{y}"')
-        parts[-1] += f' r="5"/><text class="row" x="{LEFT}" y="{y - 9:.1f}">{escape(word)}</text>'
-    return _svg(name, parts)
+def interval_chart(name: str, rows: Sequence[tuple[int, float, float, float]], names: Sequence[str],
+                   x: Axis, y_title: str, tips: Sequence[str]) -> str:  # fmt: skip
+    """Draw a dot with a range for each row, (style, low, middle, high), its name above it."""
+    height = TOP + ROW * len(rows) + BOTTOM
+    bottom = height - BOTTOM
+    parts = [_title(y_title, above=True), _title(x.title, height=height)]
+    for tick in x.ticks():
+        at = x.x(tick)
+        parts.append(f'<line class="grid" x1="{at}" x2="{at}" y1="{TOP}" y2="{bottom}"/>')
+        parts.append(_tick(at, x.write(tick), height))
+    for index, ((style, low, middle, high), word, tip) in enumerate(zip(rows, names, tips, strict=True)):
+        top = TOP + ROW * index
+        y = top + 32
+        parts.append(f'<text class="row" x="{LEFT}" y="{top + 16}">{escape(word)}</text>')
+        parts.append(f'<line class="range s{style}" x1="{x.x(low)}" x2="{x.x(high)}" y1="{y}" y2="{y}"/>')
+        parts.append(_dot(x.x(middle), y, 5, style))
+        parts.append(_hit(LEFT, top, WIDTH - LEFT - RIGHT, ROW, tip))
+    return _svg(name, parts, height)
 
 
-def _svg(name: str, parts: Sequence[str]) -> str:
+def _svg(name: str, parts: Sequence[str], height: int = HEIGHT) -> str:
     labels = f'role="img" aria-labelledby="{name}-title {name}-words"'
-    return f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" {labels}>{"".join(parts)}</svg>'
+    return f'<svg class="chart" viewBox="0 0 {WIDTH} {height}" {labels}>{"".join(parts)}</svg>'
 
 
-def _grid(x: Axis, y: Axis) -> str:
-    words = "".join(_word(x.x(tick), x.write(tick)) for tick in x.ticks())
-    label = f'<text class="axis" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}">{escape(x.label)}</text>'
-    return _levels(y) + words + label
+def _title(title: str, above: bool = False, height: int = HEIGHT) -> str:
+    """Write an axis title: the vertical one above the plot, where it can be read without turning the head."""
+    if above:
+        return f'<text class="axis above" x="4" y="14">{escape(title)}</text>'
+    return f'<text class="axis" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{height - 6}">{escape(title)}</text>'
 
 
 def _levels(y: Axis) -> str:
-    lines = []
-    for tick in y.ticks():
-        at = y.y(tick)
-        lines.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at}" y2="{at}"/>')
-        lines.append(f'<text class="tick end" x="{LEFT - 6}" y="{at + 4:.1f}">{escape(y.write(tick))}</text>')
-    return "".join(lines)
+    return "".join(
+        _across("grid", y.y(tick))
+        + f'<text class="tick end" x="{LEFT - 8}" y="{y.y(tick) + 4:.1f}">{escape(y.write(tick))}</text>'
+        for tick in y.ticks()
+    )
 
 
-def _uprights(x: Axis) -> str:
-    lines = [
-        f'<line class="grid" x1="{x.x(tick)}" x2="{x.x(tick)}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-        + _word(x.x(tick), x.write(tick))
-        for tick in x.ticks()
-    ]
-    label = f'<text class="axis" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}">{escape(x.label)}</text>'
-    return "".join(lines) + label
+def _across(kind: str, at: float) -> str:
+    return f'<line class="{kind}" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at}" y2="{at}"/>'
 
 
-def _word(at: float, word: str) -> str:
-    return f'<text class="tick" x="{at:.1f}" y="{HEIGHT - BOTTOM + 16}">{escape(word)}</text>'
+def _tick(at: float, word: str, height: int = HEIGHT) -> str:
+    return f'<text class="tick" x="{at:.1f}" y="{height - BOTTOM + 17}">{escape(word)}</text>'
 
 
-def _line(series: Series, x: Axis, y: Axis) -> str:
-    points = [f"{x.x(a)} {y.y(b)}" for a, b in zip(series.xs, series.ys, strict=True)]
-    if len(points) == 1:
-        a, b = points[0].split()
-        return f'<circle class="dot s{series.style}" cx="{a}" cy="{b}" r="3"/>'
-    return f'<path class="line s{series.style}" d="M{"L".join(points)}"/>'
+def _path(points: Sequence[tuple[float, float]], x: Axis, y: Axis) -> str:
+    return "L".join(f"{x.x(a)} {y.y(b)}" for a, b in points)
 
 
-def _band(xs: Sequence[float], lows: Sequence[float], highs: Sequence[float], style: int, x: Axis, y: Axis) -> str:
-    up = [f"{x.x(a)} {y.y(b)}" for a, b in zip(xs, highs, strict=True)]
-    down = [f"{x.x(a)} {y.y(b)}" for a, b in zip(xs, lows, strict=True)]
-    return f'<path class="band s{style}" d="M{"L".join([*up, *reversed(down)])}Z"/>'
+def _dot(x: float, y: float, radius: int, style: int) -> str:
+    return f'<circle class="dot s{style}" cx="{x}" cy="{y}" r="{radius}"/>'
 
 
-def _rule(level: float, y: Axis) -> str:
-    """A level that all is compared with."""
-    at = y.y(level)
-    return f'<line class="rule" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at}" y2="{at}"/>'
-
-
-def _hits(at: Sequence[float], tips: Sequence[str]) -> str:
-    """Upright strips that carry the words for what lies under the pointer."""
+def _strips(at: Sequence[float], tips: Sequence[str]) -> str:
+    """Cover the plot with upright strips: pointing near a value is enough."""
     edges = [LEFT, *((a + b) / 2 for a, b in itertools.pairwise(at)), WIDTH - RIGHT]
     return "".join(
-        f'<rect class="hit" data-tip="{escape(tip)}" data-x="{place:.1f}" x="{low:.1f}" y="{TOP}" '
-        f'width="{max(0.1, high - low):.1f}" height="{HEIGHT - TOP - BOTTOM}"/>'
-        for place, tip, (low, high) in zip(at, tips, itertools.pairwise(edges), strict=True)
+        _hit(low, TOP, high - low, HEIGHT - TOP - BOTTOM, tip)
+        for tip, (low, high) in zip(tips, itertools.pairwise(edges), strict=True)
     )
+
+
+def _hit(x: float, y: float, width: float, height: float, tip: str) -> str:
+    place = f'x="{x:.1f}" y="{y}" width="{max(0.1, width):.1f}" height="{height}"'
+    return f'<rect class="hit" {place}><title>{escape(tip)}</title></rect>'

@@ -9,27 +9,19 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
-from fedblur.experiments import Line
-from fedblur.forecast import Forecast
+from fedblur.experiments.forecast import Forecast
+from fedblur.experiments.table import Line
 
 _NARROWEST = 12  # of folded labels
 _ANY = 10_000  # columns: no terminal's
 
 
 def render(title: str, lines: Sequence[Line]) -> Table:
-    """Rows with mean ± standard deviation over seeds, and a paper's figures beside them where there are any."""
+    """Return rows with mean ± standard deviation over seeds, and a paper's figures beside them where there are any."""
     with_expected = any(line.expected is not None for line in lines)
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     axes = list(dict.fromkeys(name for line in lines for name in line.axes))
-    columns = [
-        "accuracy %",
-        *(["paper %"] if with_expected else []),
-        "seeds",
-        "noise σ",
-        "ε spent",
-        "clipped",
-    ]
-    _columns(table, [line.label for line in lines], [*axes, *columns])
+    columns = ["accuracy %", *(["paper %"] if with_expected else []), "seeds", "noise σ", "ε spent", "clipped"]
+    table = _table(title, [line.label for line in lines], [*axes, *columns])
     for line in lines:
         expected = "" if line.expected is None else f"{line.expected:.2f}"
         table.add_row(
@@ -46,11 +38,10 @@ def render(title: str, lines: Sequence[Line]) -> Table:
 
 
 def render_forecast(forecast: Forecast) -> Table:
-    """Cells in the order in which they would run."""
-    table = Table(title=forecast.title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    """Return cells in the order in which they would run."""
     axes = list(dict.fromkeys(name for cell in forecast.cells for name in cell.axes))
-    labels = [cell.name for cell in forecast.cells]
-    _columns(table, labels, [*axes, "seed", "order", "rounds", "noise σ", "R", "time"])
+    columns = ["seed", "order", "rounds", "noise σ", "R", "time"]
+    table = _table(forecast.title, [cell.name for cell in forecast.cells], [*axes, *columns])
     for cell in forecast.cells:
         table.add_row(
             cell.name,
@@ -66,7 +57,7 @@ def render_forecast(forecast: Forecast) -> Table:
 
 
 def print_whole(table: Table, console: Console) -> None:
-    """Nothing is cut off: a table that a terminal is too narrow for keeps its own width, and the terminal folds it."""
+    """Print without cutting: a table wider than the terminal keeps its width, and the terminal folds it."""
     for column in table.columns:
         if column.no_wrap:  # figures: whole cells, not their longest words
             texts = [str(column.header), *map(str, column.cells)]
@@ -76,8 +67,10 @@ def print_whole(table: Table, console: Console) -> None:
     console.print(table, crop=False, overflow="ignore")
 
 
-def _columns(table: Table, labels: Sequence[str], names: Sequence[str]) -> None:
-    """Labels are folded where a terminal is narrow; figures are never left out for them."""
+def _table(title: str, labels: Sequence[str], names: Sequence[str]) -> Table:
+    """Return a table without rows. Labels fold where a terminal is narrow, so that no figure is left out."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("", overflow="fold", min_width=min(_NARROWEST, max(map(len, labels), default=0)))
     for name in names:
         table.add_column(name.replace(".", ".\n"), justify="right", no_wrap=True)  # dotted names are long: two lines
+    return table

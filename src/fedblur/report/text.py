@@ -1,75 +1,77 @@
-"""A run's result on the terminal."""
+"""Text: a run's result on the terminal, and how an ε (never smaller than it is) and a count are written."""
 
 from __future__ import annotations
 
 import math
+from decimal import ROUND_CEILING, Context, Decimal
 from pathlib import Path
-from typing import Any, Protocol
 
 from rich.console import Console
 from rich.table import Table
 
-from fedblur.report.rounding import in_short
+from fedblur.training.run_folder import RunSummary
 
 
-class Finished(Protocol):
-    """A run, or the winner of a search."""
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def summary(self) -> dict[str, Any]: ...
+def counted(count: int, word: str) -> str:
+    """Return `1 release`, `4 releases`."""
+    return f"{count:,} {word}" + ("" if count == 1 else "s")
 
 
-def print_summary(run: Finished, console: Console) -> None:
-    """Accuracy first, then what the privacy claim states, then where everything is."""
-    summary, privacy = run.summary, run.summary["privacy"]
+def rounded_up(value: float | None) -> str:
+    """Return an ε with three decimals, rounded up exactly."""
+    if value is None:
+        return "no bound"
+    if not math.isfinite(value):
+        return "∞"
+    return str(Decimal(value).quantize(Decimal("0.001"), ROUND_CEILING, Context(prec=400)))
+
+
+def in_short(value: float | None, digits: int = 3) -> str:
+    """Return an ε with so many significant digits, rounded up exactly, without trailing zeros."""
+    if value is None:
+        return "no bound"
+    if not math.isfinite(value):
+        return "∞"
+    return f"{float(Context(digits, ROUND_CEILING).create_decimal(Decimal(value))):.{digits}g}"
+
+
+def print_summary(run: Path, summary: RunSummary, console: Console) -> None:
+    """Print accuracy first, then what the privacy claim states, then where everything is."""
+    privacy = summary.privacy
     table = Table(show_header=False, box=None, pad_edge=False)
-    clipped = summary["local_only"]["clipped_share"]
+    clipped, quartiles = (summary.local_only.get(key) for key in ("clipped_share", "teacher_accuracy_quartiles"))
+    if privacy.votes:
+        noise = f"σ_v = {privacy.vote_noise_std:.4g} votes on each of {privacy.queries:,} labels"
+    else:
+        ratio = privacy.signal_to_noise
+        words = f"{ratio:.2f}" if ratio is not None and math.isfinite(ratio) else "∞"
+        noise = f"σ = {privacy.noise_multiplier:.4g}, clip norm {privacy.clip_norm:g}, signal-to-noise R = {words}"
     lines = {
-        "status": summary["status"],
-        "accuracy": f"{100 * summary['accuracy']:.2f} % ({summary['evaluated_on']} data, final round), "
-        f"loss {summary['loss']:.3f}",
-        "privacy": f"ε = {in_short(privacy['epsilon'])} at δ = {privacy['delta']:.3g} "
-        f"({privacy['accountant'].upper()}), {privacy['adjacency']}",
-        "noise": _noise(privacy),
-        "sampling": privacy["sampling"],
-        "trust": privacy["trust_model"],
+        "status": summary.status,
+        "accuracy": f"{100 * summary.accuracy:.2f} % ({summary.evaluated_on} data, final round), "
+        f"loss {summary.loss:.3f}",
+        "privacy": f"ε = {in_short(privacy.epsilon)} at δ = {privacy.delta:.3g} "
+        f"({privacy.accountant.upper()}), {privacy.adjacency}",
+        "noise": noise,
+        "sampling": privacy.sampling,
+        "trust": privacy.trust_model,
         "clipped": "–" if clipped is None else f"{100 * clipped:.0f} % of updates (local only, not released)",
-        **_voters(summary["local_only"]),
-        "data": f"{summary['data']}, {summary['clients']} clients, {summary['parameters']:,} parameters",
-        "run": str(run.path),
     }
-    if "tuned" in privacy:  # by `fedblur tune`: which way, and what it cost
-        lines["tuning"] = privacy["tuning"]
-    if summary["data_note"]:
-        lines["note"] = summary["data_note"]
-    if privacy.get("cautions"):
-        lines["CAUTION"] = "; ".join(privacy["cautions"])
-    if privacy["warning"]:
-        lines["WARNING"] = privacy["warning"]
+    if quartiles is not None:
+        low, median, high = (f"{100 * value:.1f}" for value in quartiles)
+        lines["teachers"] = f"median accuracy {median} %, quartiles {low} to {high} % (local only, not released)"
+    lines |= {
+        "data": f"{summary.data}, {summary.clients} clients, {summary.parameters:,} parameters",
+        "run": str(run),
+    }
+    if privacy.tuned:  # by `fedblur tune`: which way, and what it cost
+        lines["tuning"] = privacy.tuning
+    if summary.data_note:
+        lines["note"] = summary.data_note
+    if privacy.cautions:
+        lines["CAUTION"] = "; ".join(privacy.cautions)
+    if privacy.warning:
+        lines["WARNING"] = privacy.warning
     for name, value in lines.items():
         table.add_row(f"[bold]{name}[/bold]", value)
     console.print(table)
-
-
-def _noise(privacy: dict[str, Any]) -> str:
-    if "queries" in privacy:
-        return f"σ_v = {privacy['vote_noise_std']:.4g} votes on each of {privacy['queries']:,} labels"
-    ratio = _number(privacy["signal_to_noise"])
-    return f"σ = {privacy['noise_multiplier']:.4g}, clip norm {privacy['clip_norm']:g}, signal-to-noise R = {ratio}"
-
-
-def _voters(local_only: dict[str, Any]) -> dict[str, str]:
-    """How good single voters are, where there are any."""
-    quartiles = local_only.get("teacher_accuracy_quartiles")
-    if quartiles is None:
-        return {}
-    low, median, high = (f"{100 * value:.1f}" for value in quartiles)
-    return {"teachers": f"median accuracy {median} %, quartiles {low} to {high} % (local only, not released)"}
-
-
-def _number(value: float | str) -> str:
-    value = float(value)
-    return f"{value:.2f}" if math.isfinite(value) else "∞"

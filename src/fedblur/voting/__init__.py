@@ -1,8 +1,8 @@
 """Voting, a protocol of its own: clients never send a model, they vote on the labels of public samples.
 
-    reserve a pool → local teachers → votes → sum + noise → account → labels → student → report
-     pool.py         ae_dpfl.py       tally.py  release.py   ledger.py            student.py  summary.py
-                     knn_dpfl.py
+    reserve a pool → local teachers → votes + sum + noise → account → labels → student → report
+     setup.py         ae_dpfl.py       release.py           ledger.py           student.py  protocol.py
+                      knn_dpfl.py
 
 AE-DPFL and kNN-DPFL (Zhu et al. 2020). Both need what the other methods do not have: a public pool of samples without
 labels, from the same kind of people. `protocol.py` runs the stages in this order; what is left of the arrow "account"

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedblur.client import Block, ClientJob
-from fedblur.config import LocalTraining
+from fedblur.core.config import LocalTraining
+from fedblur.core.registry import convert_part, part, register
+from fedblur.core.rng import Rng
 from fedblur.data.population import as_input
-from fedblur.dropout import SeededDropout
-from fedblur.engines import LocalEngine, WorkerEngine, choose_engine
-from fedblur.functional import Layout, Params, as_function, check_model, initial_vector
-from fedblur.models import make_model
-from fedblur.registry import convert_part, part, register
-from fedblur.rng import Rng
+from fedblur.learning.client import Block, ClientJob
+from fedblur.learning.dropout import SeededDropout
+from fedblur.learning.models import make_model
+from fedblur.learning.module_function import Layout, Params, as_function, check_model, initial_vector
 from fedblur.voting.base import Booth, Electorate, Voting
+
+if TYPE_CHECKING:
+    from fedblur.engines import LocalEngine, WorkerEngine
 
 _CHUNK = 256  # samples that a block of teachers looks at together
 
@@ -30,10 +32,10 @@ class AeDpfl(Voting):
     """Teachers vote one class each."""
 
     teacher: Any = part("model")  # noqa: RUF009, it is a dataclass field; None: the student's model
-    teacher_steps: int = 100
-    teacher_batch_size: int = 32
-    teacher_learning_rate: float = 0.1
-    teacher_weight_decay: float = 1e-4
+    teacher_steps: int = 100  # of SGD, on each teacher's own samples
+    teacher_batch_size: int = 32  # samples in each of them
+    teacher_learning_rate: float = 0.1  # of each of them
+    teacher_weight_decay: float = 1e-4  # of each of them
 
     title: ClassVar[str] = "AE-DPFL"
 
@@ -62,6 +64,8 @@ class AeDpfl(Voting):
         )
         # Nothing of a teacher leaves its client, so there is nothing to clip.
         job = ClientJob(as_function(module), layout, layout.unflatten(start), local, (), float("inf"))
+        from fedblur.engines import choose_engine  # not where a method's name is parsed
+
         engine = choose_engine(booth.population, module, layout.total, booth.device, booth.engine)
         return Teachers(job, start, engine, classes)
 
@@ -85,21 +89,15 @@ class Teachers:
 
     @torch.no_grad()
     def _vote(self, block: Block, x: Tensor) -> Tensor:
-        thetas = self.start + block.bounded.value  # [clients, d]
-        if self.engine.vectorise:
-            chosen = self._predict_all(self.job.layout.unflatten(thetas), x)
-        else:
-            chosen = torch.stack([self._predict(self.job.layout.unflatten(theta), x) for theta in thetas])
-        return F.one_hot(chosen, self.classes).double()
-
-    def _predict_all(self, thetas: Params, x: Tensor) -> Tensor:
-        """[clients, samples] classes."""
+        thetas, unflatten = self.start + block.bounded.value, self.job.layout.unflatten  # [clients, d]
         inputs = [as_input(chunk) for chunk in torch.split(x, _CHUNK)]
-        mapped = torch.func.vmap(self._classes, in_dims=(0, None))
-        return torch.cat([mapped(thetas, chunk) for chunk in inputs], dim=1)
-
-    def _predict(self, theta: Params, x: Tensor) -> Tensor:
-        return torch.cat([self._classes(theta, as_input(chunk)) for chunk in torch.split(x, _CHUNK)])
+        if self.engine.vectorise:
+            mapped, params = torch.func.vmap(self._classes, in_dims=(0, None)), unflatten(thetas)
+            chosen = torch.cat([mapped(params, chunk) for chunk in inputs], dim=1)
+        else:
+            each = (unflatten(theta) for theta in thetas)
+            chosen = torch.stack([torch.cat([self._classes(params, chunk) for chunk in inputs]) for params in each])
+        return F.one_hot(chosen, self.classes).double()  # from [clients, samples]
 
     def _classes(self, theta: Params, inputs: Tensor) -> Tensor:
         with SeededDropout(None):

@@ -1,18 +1,22 @@
-"""What the voting protocols share: their settings, and the contract of those who vote."""
+"""Settings of all voting methods, and the contract of an electorate: clients as voters."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from fedblur.core.errors import ConfigError
+from fedblur.core.rng import Rng
 from fedblur.data.population import Population
-from fedblur.engines.local import EngineName
-from fedblur.errors import ConfigError
-from fedblur.rng import Rng
+
+if TYPE_CHECKING:
+    from fedblur.engines.local import EngineName
+    from fedblur.training.loop import Run
 
 
 class Electorate(Protocol):
@@ -20,20 +24,18 @@ class Electorate(Protocol):
 
     @property
     def at_once(self) -> int:
-        """How many clients are best asked together."""
-        ...
+        """The number of clients to ask together."""
 
     def votes(self, ids: Tensor, x: Tensor, rng: Rng) -> Tensor:
-        """[clients, samples, classes]: each client's vote on each sample, a point of the simplex.
+        """Return [clients, samples, classes]: each client's vote on each sample, a point of the simplex.
 
         A client's vote depends on its own data, on `x` and on public constants alone.
         """
-        ...
 
 
 @dataclass(frozen=True)
 class Booth:
-    """What an electorate is made from."""
+    """All that an electorate is made from."""
 
     population: Population
     module: nn.Module  # the student's model, as it starts
@@ -51,9 +53,9 @@ class Voting:
     threshold: float = 0.0  # confident voting: answer only where this share of all voters agrees; 0: answer all
     checks: int | None = None  # samples whose agreement is checked; None: twice the queries. Only with a threshold
     check_noise: float = 3.0  # σ₁/σ_v: the noise of a check, in units of the noise of a vote
-    student_steps: int = 1500
-    student_batch_size: int = 64
-    student_learning_rate: float = 0.05
+    student_steps: int = 1500  # of SGD, on the public samples with noisy labels
+    student_batch_size: int = 64  # samples in each of them
+    student_learning_rate: float = 0.05  # of each of them
     consistency: float = 1.0  # weight of the semi-supervised term; 0: pseudo-labels only
     confidence: float = 0.95  # how sure the student must be of a sample to learn from its own prediction
 
@@ -79,5 +81,12 @@ class Voting:
             raise ConfigError(f"method.{self.part_name}.{name}={getattr(self, name)!r} {rule}")
 
     def electorate(self, booth: Booth) -> Electorate:
-        """The voters."""
+        """Return the voters."""
         raise NotImplementedError
+
+    @property
+    def run(self) -> Callable[..., Run]:
+        """The protocol, run in place of rounds."""
+        from fedblur.voting.protocol import run_election  # which imports this file
+
+        return run_election

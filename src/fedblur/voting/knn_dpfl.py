@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedblur.core.registry import register
+from fedblur.core.rng import Rng
 from fedblur.data.population import Population, as_input
-from fedblur.registry import register
-from fedblur.rng import Rng
 from fedblur.voting.base import Booth, Electorate, Voting
 
 _KERNEL, _CELLS = 5, 6  # the filters' side, and the side of the grid that their responses are averaged over
@@ -57,18 +57,15 @@ class Neighbours:
         each = []
         for start, size in zip(shard.starts.tolist(), shard.sizes.tolist(), strict=True):
             own = slice(start, start + size)
-            each.append(self._vote(asked, features(shard.x[own], self.filters), shard.y[own]))
+            # both have length 1: the largest product is the smallest distance
+            likeness = asked @ features(shard.x[own], self.filters).T  # [samples, own samples]
+            nearest = likeness.topk(min(self.neighbours, size), dim=1).indices
+            each.append(F.one_hot(shard.y[own][nearest], self.population.classes).double().mean(1))
         return torch.stack(each)
-
-    def _vote(self, asked: Tensor, own: Tensor, labels: Tensor) -> Tensor:
-        """[samples, classes]: how often each class is among the nearest."""
-        likeness = asked @ own.T  # both have length 1: the largest product is the smallest distance
-        nearest = likeness.topk(min(self.neighbours, len(own)), dim=1).indices
-        return F.one_hot(labels[nearest], self.population.classes).double().mean(1)
 
 
 def public_filters(shape: tuple[int, ...], count: int) -> Tensor:
-    """Random filters without a mean, the same for everyone: they are chosen without looking at anything."""
+    """Draw random filters without a mean, the same for everyone: they depend on no data."""
     if len(shape) != 3 or count == 0:
         return torch.empty(0)
     weights = torch.randn(count, shape[0], _KERNEL, _KERNEL, generator=torch.Generator().manual_seed(0))
@@ -77,13 +74,13 @@ def public_filters(shape: tuple[int, ...], count: int) -> Tensor:
 
 @torch.no_grad()
 def features(x: Tensor, filters: Tensor) -> Tensor:
-    """φ: [samples, features] of length 1."""
-    return torch.cat([_features(as_input(chunk), filters) for chunk in torch.split(x, _CHUNK)])
-
-
-def _features(inputs: Tensor, filters: Tensor) -> Tensor:
-    if filters.numel():
-        response = F.relu(F.conv2d(inputs, filters, padding=_KERNEL // 2))
-        cells = (min(_CELLS, response.shape[2]), min(_CELLS, response.shape[3]))
-        inputs = F.adaptive_avg_pool2d(response, cells)
-    return F.normalize(inputs.flatten(1), dim=1)
+    """Return φ: [samples, features], each of length 1."""
+    parts = []
+    for chunk in torch.split(x, _CHUNK):
+        inputs = as_input(chunk)
+        if filters.numel():
+            response = F.relu(F.conv2d(inputs, filters, padding=_KERNEL // 2))
+            cells = (min(_CELLS, response.shape[2]), min(_CELLS, response.shape[3]))
+            inputs = F.adaptive_avg_pool2d(response, cells)
+        parts.append(F.normalize(inputs.flatten(1), dim=1))
+    return torch.cat(parts)

@@ -1,4 +1,4 @@
-"""The protocol. Data flow one way: pool → votes → sum → noise → ledger → labels → student → report.
+"""The voting protocol. Data flow one way: pool → votes → sum → noise → ledger → labels → student → report.
 
 A run that is killed goes on: votes that were counted, and labels that were drawn but not yet paid for, wait in the run
 folder's `local_only/` (never part of what is released, deleted as soon as the labels are out). Labels are drawn once;
@@ -9,35 +9,35 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from fedblur.checkpoint import Checkpoint, load_newest, save_checkpoint, write_atomically
-from fedblur.config import Config
+from fedblur.core.config import Config
+from fedblur.core.errors import RunError, TimeIsUp
+from fedblur.core.files import write_atomically
+from fedblur.core.rng import Seeded
 from fedblur.data.population import Federation
 from fedblur.data.roles import ROLES
 from fedblur.engines import suitable_threads
-from fedblur.errors import RunError
-from fedblur.evaluation import evaluate
-from fedblur.fairness import fairness
-from fedblur.functional import load_vector
-from fedblur.runfolder import RunFolder
-from fedblur.setup import Machine
-from fedblur.train import Row, Run, Watcher
-from fedblur.voting.release import UNANSWERED, release_labels
+from fedblur.learning.evaluation import evaluate, fairness
+from fedblur.learning.module_function import load_vector
+from fedblur.privacy.accounting import adjacency
+from fedblur.privacy.claim import Claim, why_not_private
+from fedblur.training.checkpoint import Checkpoint, load_newest, save_checkpoint
+from fedblur.training.loop import Row, Run, Watcher
+from fedblur.training.machine import Machine
+from fedblur.training.run_folder import RunFolder, RunSummary
+from fedblur.training.summary import mean_of_last_10, untuned, versions
+from fedblur.voting.release import UNANSWERED, VOTE_STEP, Tally, release_labels
 from fedblur.voting.setup import Election, prepare
-from fedblur.voting.student import Course, Lessons, Student
-from fedblur.voting.summary import summarise
-from fedblur.voting.tally import VOTE_STEP, Tally
+from fedblur.voting.student import Student, Trainer, TrainingSet
 
+_MEASURED = 1000  # held-out samples on which single voters are measured (local_only)
 _TICKS = 20  # a stage reports, and saves, about so many times
-
-Report = Callable[[Row], None]
+TRUST = "an ideal secure sum of clients' votes, each with its share of the noise (simulated); only labels leave it"
 
 
 def run_election(
@@ -58,28 +58,24 @@ def run_election(
         if new:
             folder.abandon()  # nothing was released: leave no half-made run behind
         raise
-    office = _Office(election, folder, resolved, watch or (lambda row: None))
+    running = _ElectionRun(election, folder, resolved, watch or (lambda row: None))
     if new:
-        office.save(Student.at(election.initial), None, {}, 0)
+        running.save(Student.at(election.initial), None, {}, 0)
     folder.summary.unlink(missing_ok=True)  # of a run that was stopped
     with suitable_threads(election.device, election.layout.total):
-        return office.run()
+        return running.run()
 
 
-class _Office:
+class _ElectionRun:
     """One election in its run folder."""
 
-    def __init__(self, election: Election, folder: RunFolder, resolved: dict[str, Any], report: Report) -> None:
+    def __init__(self, election: Election, folder: RunFolder, resolved: dict[str, Any], report: Watcher) -> None:
         self.election = election
         self.folder = folder
+        self.local_only = folder.path / "local_only"  # what must not leave: counts without noise, unpaid labels
         self.resolved = resolved
         self.report = report
         self.seconds = 0.0  # spent on voting
-
-    @property
-    def local_only(self) -> Path:
-        """What must not leave: counts without noise, labels that were not paid for."""
-        return self.folder.path / "local_only"
 
     def run(self) -> Run:
         checkpoint, _ = load_newest(self.folder.checkpoints)
@@ -91,7 +87,7 @@ class _Office:
         else:
             labels, figures = self._release(self._vote(), student)
         shutil.rmtree(self.local_only, ignore_errors=True)
-        return self._teach(student, labels, figures, self.folder.truncate_rounds(checkpoint.round), checkpoint.round)
+        return self._train(student, labels, figures, self.folder.truncate_rounds(checkpoint.round), checkpoint.round)
 
     def save(self, student: Student, labels: Tensor | None, figures: dict[str, Any], round_: int) -> None:
         tensors = {"theta": student.theta, "velocity": student.velocity}
@@ -103,12 +99,22 @@ class _Office:
     # --- votes: inside the trusted boundary ---
 
     def _vote(self) -> tuple[Tally, Tensor | None]:
-        """All clients' votes, from where a killed run stopped; and the labels, if they were drawn already."""
+        """Return all clients' votes, from where a killed run stopped; and the labels, if they were drawn already."""
         election = self.election
-        pool, samples = election.pool, election.measured()
-        asked = torch.cat([pool.x[: pool.asked].to(election.device), samples.x.to(election.device)])
-        truth, voters = samples.y.to(election.device), len(pool.voters)
-        tally, labels = self._counted()
+        pool, held_out, voters = election.pool, election.held_out, len(election.pool.voters)
+        lots = Seeded.root(election.config.data_seed).child("voting", "measured").numpy()
+        measured = torch.from_numpy(lots.permutation(len(held_out))[:_MEASURED])
+        asked = torch.cat([pool.x[: pool.asked].to(election.device), held_out.x[measured].to(election.device)])
+        truth = held_out.y[measured].to(election.device)
+        tally, labels = Tally.empty(pool.asked, election.federation.train.classes, election.device), None
+        if self.local_only.exists():
+            checkpoint, _ = load_newest(self.local_only)
+            self.seconds = checkpoint.state["seconds"]
+            kept = {name: tensor.to(election.device) for name, tensor in checkpoint.tensors.items()}
+            counts = kept["counts"]
+            if counts.is_floating_point():  # version 0.1 kept them in votes
+                counts = (counts / VOTE_STEP).trunc().long()
+            tally, labels = Tally(counts, kept["accuracies"]), kept.get("labels")
         block = max(1, min(election.electorate.at_once, -(-voters // _TICKS)))
         while tally.clients < voters:
             began = time.perf_counter()
@@ -118,15 +124,6 @@ class _Office:
             self._keep(tally, None)
             self.report(_row("teachers", tally.clients, voters))
         return tally, labels
-
-    def _counted(self) -> tuple[Tally, Tensor | None]:
-        election = self.election
-        if not self.local_only.exists():
-            return Tally.empty(election.pool.asked, election.federation.train.classes, election.device), None
-        checkpoint, _ = load_newest(self.local_only)
-        self.seconds = checkpoint.state["seconds"]
-        kept = {name: tensor.to(election.device) for name, tensor in checkpoint.tensors.items()}
-        return Tally(_whole(kept["counts"]), kept["accuracies"]), kept.get("labels")
 
     def _keep(self, tally: Tally, labels: Tensor | None) -> None:
         self.local_only.mkdir(mode=0o700, exist_ok=True)
@@ -138,8 +135,7 @@ class _Office:
     # --- release: paid for first ---
 
     def _release(self, counted: tuple[Tally, Tensor | None], student: Student) -> tuple[Tensor, dict[str, Any]]:
-        election, event = self.election, self.election.event
-        tally, labels = counted
+        election, event, (tally, labels) = self.election, self.election.event, counted
         if labels is None:
             election.ledger.demand_room(1, event, replay=not election.rng.private)
             threshold = election.settings.threshold * len(election.pool.voters)
@@ -152,7 +148,7 @@ class _Office:
 
     # --- student: post-processing ---
 
-    def _teach(
+    def _train(
         self, student: Student, labels: Tensor, figures: dict[str, Any], rows: list[Row], ticks_done: int
     ) -> Run:
         election, settings = self.election, self.election.settings
@@ -161,55 +157,63 @@ class _Office:
                 f"no sample passed threshold={settings.threshold}: there is nothing to learn from; "
                 f"start a new run with a lower one (on these clients its epsilon adds to what was spent)"
             )
-        lessons = Lessons.of(election.pool.x.to(election.device), labels)
-        course = Course(election.forward, election.layout, lessons, settings)
+        data = TrainingSet.of(election.pool.x.to(election.device), labels)
+        trainer = Trainer(election.forward, election.layout, data, settings)
         ticks = min(_TICKS, settings.student_steps)
         try:
             for tick in range(ticks_done + 1, ticks + 1):
                 began = time.perf_counter()
-                student = course.teach(student, settings.student_steps * tick // ticks, election.rng)
-                rows.append(_row("student", tick, ticks) | self._progress(student, began))
+                student = trainer.train(student, settings.student_steps * tick // ticks, election.rng)
+                rows.append(row := _row("student", tick, ticks))
+                row["epsilon"] = election.plan.epsilon()
+                theta = election.layout.unflatten(student.theta)
+                row["accuracy"], row["loss"] = evaluate(election.forward, theta, election.held_out)
+                row["seconds"] = round(time.perf_counter() - began, 4)
                 if tick == ticks:
-                    rows[-1]["local_only"] |= self._fairness(student)
-                self.folder.append_round(rows[-1])
+                    row["local_only"] |= fairness(election.forward, theta, election.federation, election.held_out)
+                self.folder.append_round(row)
                 self.save(student, labels, figures, tick)
-                self.report(rows[-1])
-        except KeyboardInterrupt:
+                self.report(row)
+        except (TimeIsUp, KeyboardInterrupt):
             self._finish(student, rows, figures)
             raise
         return self._finish(student, rows, figures)
 
-    def _progress(self, student: Student, began: float) -> Row:
-        accuracy, loss = self._measure(student)
-        seconds = round(time.perf_counter() - began, 4)
-        return {"epsilon": self.election.plan.epsilon(), "accuracy": accuracy, "loss": loss, "seconds": seconds}
-
-    def _measure(self, student: Student) -> tuple[float, float]:
-        theta = self.election.layout.unflatten(student.theta)
-        return evaluate(self.election.forward, theta, self.election.held_out)
-
-    def _fairness(self, student: Student) -> dict[str, Any]:
-        election = self.election
-        theta = election.layout.unflatten(student.theta)
-        return fairness(election.forward, theta, election.federation, election.held_out)
-
     def _finish(self, student: Student, rows: list[Row], figures: dict[str, Any]) -> Run:
-        election = self.election
-        tensors = election.layout.unflatten(student.theta.cpu())
+        """Write the model and the summary. `figures` are local only."""
+        election, pool, layout = self.election, self.election.pool, self.election.layout
+        config, planned = election.config, election.settings.student_steps
+        tensors = layout.unflatten(student.theta.cpu())
         write_atomically(self.folder.model, save({name: tensor.clone() for name, tensor in tensors.items()}))
-        summary = summarise(election, rows, student.steps, figures, *self._measure(student))
-        self.folder.write_summary(summary)
+        accuracy, loss = evaluate(election.forward, layout.unflatten(student.theta), election.held_out)
+        needs = (
+            f"{election.settings.title} needs a public unlabelled pool of {len(pool)} samples that the other methods "
+            f"do not have (from {pool.reserved} reserved clients; {len(pool.voters)} vote)"
+        )
+        done = student.steps == planned
+        record = RunSummary(
+            status="complete" if done else f"stopped after {student.steps} of {planned} steps of the student",
+            rounds=1,  # of communication: everyone votes once
+            accuracy=accuracy,
+            loss=loss,
+            accuracy_last_10_evaluations=mean_of_last_10(rows),
+            evaluated_on=config.evaluate,
+            data=election.federation.name,
+            data_note="; ".join(filter(None, (election.federation.note, needs))),
+            clients=len(pool.voters),
+            parameters=layout.total,
+            privacy=claim(election),
+            local_only=figures,
+            seconds=round(figures["voting_seconds"] + sum(row["seconds"] for row in rows), 2),
+            versions=versions(),
+        )
+        self.folder.write_summary(record)
         load_vector(election.module, student.theta)
-        return Run(self.folder.path, summary, election.module.eval(), rows)
-
-
-def _whole(counts: Tensor) -> Tensor:
-    """Counts as they are now; version 0.1 kept them as floats, in votes."""
-    return (counts / VOTE_STEP).trunc().long() if counts.is_floating_point() else counts
+        return Run(self.folder.path, record, election.module.eval(), rows)
 
 
 def local_figures(tally: Tally, labels: Tensor) -> dict[str, Any]:
-    """What only a simulation may look at: how good the voters are, and what the noise did to their plurality."""
+    """Return what only a simulation may look at: how good the voters are, and what the noise did to their plurality."""
     answered = labels != UNANSWERED
     top = tally.counts.topk(min(2, tally.counts.shape[1]), dim=1).values
     agree = (tally.counts.argmax(1) == labels)[answered].double()
@@ -225,5 +229,33 @@ def local_figures(tally: Tally, labels: Tensor) -> dict[str, Any]:
 
 
 def _row(stage: str, done: int, total: int) -> Row:
-    progress = {"stage": stage, "round": done, "rounds": total}
-    return progress | {"epsilon": None, "accuracy": None, "loss": None, "local_only": {"clipped_share": None}}
+    return {
+        "stage": stage, "round": done, "rounds": total,
+        "epsilon": None, "accuracy": None, "loss": None, "local_only": {"clipped_share": None},
+    }  # fmt: skip
+
+
+def claim(election: Election) -> Claim:
+    """Return what an election claims (invariant 10)."""
+    plan, event = election.plan, election.event
+    return Claim(
+        warning=why_not_private(election.rng.private, plan.noise_multiplier),
+        epsilon=election.ledger.epsilon(),
+        delta=plan.delta,
+        accountant=election.config.accountant,
+        adjacency=adjacency(plan.event()),
+        sampling=f"none: all {plan.sampler.clients:,} clients vote on every query",
+        mechanism=f"{election.settings.title}: noisy plurality of votes, each of l2 norm at most 1 per query",
+        noise_multiplier=plan.noise_multiplier,
+        clip_norm=None,
+        expected_cohort=plan.expected_cohort,
+        releases=len(election.ledger.spends()),
+        ledger=election.ledger.anchor(),
+        trust_model=TRUST,
+        tuning=untuned(election.config),
+        signal_to_noise=None,
+        queries=event.queries,
+        vote_noise_std=event.noise_std,
+        checks=event.checks,
+        check_noise_std=event.check_noise_std,
+    )

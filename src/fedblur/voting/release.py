@@ -1,4 +1,8 @@
-"""Stages 4 and 5, noise and account. In: counts. Out: labels, the only thing about clients that leaves.
+"""Stages 3 to 5, count, noise and account. In: votes. Out: labels, the only thing about clients that leaves.
+
+Formal guarantee: one client changes each query's counts by a vector of l2 norm at most 1 vote, whatever it sent: a vote
+that is not finite or longer than 1 counts as zero. Over Q queries the counts change by at most √Q. Votes are rounded
+towards zero to multiples of 2^-20 and counted in whole numbers, so the guarantee is about what is summed.
 
 One client moves the counts of a query by at most 1 in l2 norm, so Q answers with noise σ_v are one Gaussian mechanism
 with μ = √Q/σ_v, and its epsilon is exact (Balle and Wang 2018): δ = Φ(μ/2 − ε/μ) − e^ε·Φ(−μ/2 − ε/μ). A check of
@@ -17,19 +21,55 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedblur.accounting import Accountant, PrivacyPlan, make_plan
-from fedblur.events import Event, Votes
-from fedblur.mechanisms import rounded_gaussian
-from fedblur.rng import Rng
-from fedblur.sampling import FullSampler
-from fedblur.voting.tally import VOTE_STEP
+from fedblur.core.config import Config
+from fedblur.core.rng import Rng
+from fedblur.privacy.accounting import PrivacyPlan, make_plan
+from fedblur.privacy.events import Event, Votes
+from fedblur.privacy.mechanisms import rounded_gaussian
+from fedblur.privacy.sampling import FullSampler
 
+VOTE_STEP = 2.0**-20  # what counts are multiples of
 UNANSWERED = -1
 
 
 @dataclass(frozen=True)
+class Tally:
+    """Votes counted so far. Everything here is local_only: it has no noise yet."""
+
+    counts: Tensor  # [asked, classes], int64, in units of VOTE_STEP
+    accuracies: Tensor  # [clients so far], float64: of each voter, on held-out samples
+
+    @classmethod
+    def empty(cls, asked: int, classes: int, device: torch.device) -> Tally:
+        counts = torch.zeros(asked, classes, dtype=torch.int64, device=device)
+        return cls(counts, torch.zeros(0, dtype=torch.float64, device=device))
+
+    @property
+    def clients(self) -> int:
+        return len(self.accuracies)
+
+    def add(self, votes: Tensor, held_out: Tensor) -> Tally:
+        """Return the tally with a block's votes [clients, asked + held-out, classes]; the last only measure."""
+        asked = len(self.counts)
+        right = (votes[:, asked:].argmax(-1) == held_out).double().mean(-1)
+        return Tally(self.counts + bounded(votes[:, :asked]).sum(0), torch.cat([self.accuracies, right]))
+
+
+def bounded(votes: Tensor) -> Tensor:
+    """Return votes [..., classes] in whole numbers of VOTE_STEP; those not finite or longer than 1 become zero.
+
+    Sums of squares are exact in float64 up to 2^53 and compared with 2^40: a longer vote is never taken for a shorter
+    one, however many classes there are.
+    """
+    allowed = torch.isfinite(votes).all(-1, keepdim=True) & (votes.abs() <= 1).all(-1, keepdim=True)
+    whole = (torch.where(allowed, votes, 0.0).double() / VOTE_STEP).trunc()
+    short = whole.square().sum(-1, keepdim=True) <= VOTE_STEP**-2
+    return torch.where(short, whole, 0.0).long()
+
+
+@dataclass(frozen=True)
 class VoteNoise:
-    """How the noise of a release follows from one number."""
+    """The noise of a release, which follows from one number."""
 
     queries: int  # Q_v
     checks: int = 0
@@ -44,34 +84,26 @@ class VoteNoise:
         return 1.0
 
     def event(self, noise_multiplier: float) -> Event:
-        """σ_v is the multiplier times √(Q + C·(σ_v/σ₁)²): for one query it is the multiplier itself."""
+        """Return the event: σ_v is the multiplier times √(Q + C·(σ_v/σ₁)²), for one query the multiplier itself."""
         noise_std = noise_multiplier * math.sqrt(self.queries + self.checks / self.check_noise**2)
         return Votes(self.queries, noise_std, self.checks, self.check_noise * noise_std if self.checks else 0.0)
 
 
-def plan_votes(
-    clients: int,
-    noise: VoteNoise,
-    *,
-    delta: float | str = "1/N",
-    accountant: Accountant = "pld",
-    epsilon: float | None = None,
-    noise_multiplier: float | None = None,
-) -> PrivacyPlan:
-    """The plan of one release by all clients, with this epsilon or this noise multiplier; the other one follows."""
+def plan_votes(config: Config, clients: int, noise: VoteNoise) -> PrivacyPlan:
+    """Return the plan of one release by all clients."""
     return make_plan(
         FullSampler(clients),
         noise,
         rounds=1,
-        delta=delta,
-        accountant=accountant,
-        epsilon=epsilon,
-        noise_multiplier=noise_multiplier,
+        delta=config.delta,
+        accountant=config.accountant,
+        epsilon=config.epsilon,
+        noise_multiplier=config.noise_multiplier,
     )
 
 
 def release_labels(counts: Tensor, event: Votes, threshold: float, rng: Rng) -> Tensor:
-    """[asked] noisy plurality labels; UNANSWERED where too few agree. `threshold` is in votes.
+    """Return [asked] noisy plurality labels; UNANSWERED where too few agree. `threshold` is in votes.
 
     | counts                      | label                                                    |
     |-----------------------------|----------------------------------------------------------|
@@ -89,7 +121,7 @@ def release_labels(counts: Tensor, event: Votes, threshold: float, rng: Rng) -> 
 
 
 def _noisy(counts: Tensor, noise_std: float, rng: Rng) -> Tensor:
-    """The counts, [rows, columns] on the grid of votes, with rounded Gaussian noise: whole numbers, int64."""
+    """Add rounded Gaussian noise to counts, [rows, columns] on the grid of votes: whole numbers, int64."""
     scale = noise_std / VOTE_STEP * (1 + 2.0**-50)
     noise = torch.from_numpy(rounded_gaussian.draw(scale, counts.numel(), rng.keystream()))
     return counts + noise.view(counts.shape).to(counts.device)

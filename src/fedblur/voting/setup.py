@@ -1,6 +1,7 @@
-"""How a configuration becomes an election: data, pool, plan, voters, student, ledger. All is checked beforehand.
+"""Stage 1, set-up. In: a configuration. Out: an Election: data, pool, plan, voters, student, ledger, all checked.
 
-`federation` and `module` replace what the configuration names, as in runs of rounds.
+Who is reserved for the pool and which samples are asked about follow from the data seed alone: public, and the same for
+every run on these data. The reserved clients' labels are dropped here; no later stage can see them.
 """
 
 from __future__ import annotations
@@ -12,21 +13,39 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from fedblur.accounting import PrivacyPlan
-from fedblur.config import Config, config_hash
-from fedblur.data.population import Federation, Samples
-from fedblur.events import Votes
-from fedblur.fitting import check_fit
-from fedblur.functional import Forward, Layout, as_function, check_model, initial_vector
-from fedblur.ledger import Budget, Ledger, randomness_of
-from fedblur.models import make_model
-from fedblur.rng import Rng, Seeded, make_rng
-from fedblur.setup import Machine, held_out, load
+from fedblur.core.config import Config
+from fedblur.core.errors import ConfigError
+from fedblur.core.rng import Rng, Seeded, make_rng
+from fedblur.data.population import Federation, Population, Samples
+from fedblur.learning.module_function import Forward, Layout, as_function
+from fedblur.privacy.accounting import PrivacyPlan
+from fedblur.privacy.events import Votes
+from fedblur.privacy.ledger import Ledger
+from fedblur.training.machine import Machine
+from fedblur.training.setup import data_and_model, held_out, ledger_of
 from fedblur.voting.base import Booth, Electorate, Voting
-from fedblur.voting.pool import Pool, reserve
 from fedblur.voting.release import VoteNoise, plan_votes
 
-_MEASURED = 1000  # held-out samples on which single voters are measured
+_QUERIES = 500  # by default
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A public pool without labels, and the private clients that are left."""
+
+    x: Tensor  # [samples, *shape], as stored; in an order that says nothing
+    reserved: int  # clients whose samples these are; they are not counted in N
+    voters: Tensor  # [N] client ids, from the smallest client to the largest: like sizes make less padding
+    queries: int  # Q_v, the most labels that are released
+    checks: int  # how many samples are checked for agreement first; 0: none, all queries are answered
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    @property
+    def asked(self) -> int:
+        """The number of samples, from the first, that clients vote on."""
+        return max(self.queries, self.checks)
 
 
 @dataclass(frozen=True)
@@ -50,14 +69,8 @@ class Election:
 
     @property
     def event(self) -> Votes:
-        """What is released, once."""
+        """The one release."""
         return cast(Votes, self.plan.event())
-
-    def measured(self) -> Samples:
-        """Some held-out samples, for the voters' own accuracy (local_only)."""
-        lots = Seeded.root(self.config.data_seed).child("voting", "measured").numpy()
-        chosen = torch.from_numpy(lots.permutation(len(self.held_out))[:_MEASURED])
-        return Samples(self.held_out.x[chosen], self.held_out.y[chosen])
 
 
 def prepare(
@@ -67,19 +80,12 @@ def prepare(
     federation: Federation | None = None,
     module: nn.Module | None = None,
 ) -> Election:
-    """Check and build everything."""
+    """Check and build everything. `federation` and `module` replace what the configuration names."""
     settings: Voting = config.voting
     device, rng = machine.torch_device(), make_rng(config.seed)
-    data = federation or load(config, machine)
-    shape, classes = data.train.shape, data.train.classes
-    check_fit(config, data, module is None)
-    if module is None:
-        module = make_model(config.model, shape, classes, rng.child("init").seed())
-    check_model(module, shape, classes)
-    layout, initial = Layout.of(module), initial_vector(module).to(device)
-    module = module.to(device).train()
+    data, module, layout, initial = data_and_model(config, machine, federation, module, rng)
     pool = reserve(data.train, settings, config.data_seed)
-    plan = _plan(config, pool)
+    plan = plan_votes(config, len(pool.voters), VoteNoise(pool.queries, pool.checks, settings.check_noise))
     return Election(
         config=config,
         settings=settings,
@@ -87,12 +93,7 @@ def prepare(
         pool=pool,
         electorate=settings.electorate(Booth(data.train, module, device, machine.engine, rng)),
         plan=plan,
-        ledger=Ledger(
-            ledger,
-            Budget(plan.epsilon_target, plan.delta, config.accountant, plan.rounds),
-            config_hash(config),
-            randomness_of(config.seed),
-        ),
+        ledger=ledger_of(config, plan, ledger),
         rng=rng,
         device=device,
         module=module,
@@ -103,13 +104,36 @@ def prepare(
     )
 
 
-def _plan(config: Config, pool: Pool) -> PrivacyPlan:
-    noise = VoteNoise(pool.queries, pool.checks, config.voting.check_noise)
-    return plan_votes(
-        len(pool.voters),
-        noise,
-        delta=config.delta,
-        accountant=config.accountant,
-        epsilon=config.epsilon,
-        noise_multiplier=config.noise_multiplier,
-    )
+def reserve(population: Population, settings: Voting, seed: int) -> Pool:
+    """Divide the training clients into voters and a pool at random."""
+    lots, name = Seeded.root(seed).child("voting"), f"method.{settings.part_name}"
+    total = population.clients
+    count = reserved_clients(total, settings)
+    if count >= total:
+        raise ConfigError(f"{name}.pool_share={settings.pool_share} of {total} clients leaves none to vote")
+    order = torch.from_numpy(lots.child("reserved").numpy().permutation(total))
+    shard = population.fetch(torch.sort(order[:count]).values)
+    ends = torch.cumsum(shard.sizes, 0)
+    within = torch.arange(int(shard.sizes.sum())) - torch.repeat_interleave(ends - shard.sizes, shard.sizes)
+    index = torch.repeat_interleave(shard.starts, shard.sizes) + within
+    x = shard.x[index.to(shard.x.device)]  # without their labels
+    x = x[torch.from_numpy(lots.child("queries").numpy().permutation(len(x))).to(x.device)]
+    voters = torch.sort(order[count:]).values
+    by_size = torch.argsort(population.fetch(voters).sizes, stable=True)
+
+    queries = settings.queries or max(1, min(_QUERIES, len(x) // 2))
+    checks = (settings.checks or min(2 * queries, len(x))) if settings.threshold > 0 else 0
+    for key, value in (("queries", queries), ("checks", checks)):
+        if value > len(x):
+            raise ConfigError(
+                f"{name}.{key}={value} but the public pool has {len(x)} samples; "
+                f"lower it or raise pool_share={settings.pool_share}"
+            )
+    if 0 < checks < queries:
+        raise ConfigError(f"{name}.checks={checks} must be at least queries={queries}")
+    return Pool(x, count, voters[by_size], queries, checks)
+
+
+def reserved_clients(clients: int, settings: Voting) -> int:
+    """Return how many clients do not vote."""
+    return max(1, round(settings.pool_share * clients))

@@ -14,15 +14,21 @@ button.addEventListener("click", () => { root.dataset.theme = isDark() ? "light"
 dark.addEventListener("change", label);
 label();
 
+// Browsers show an SVG title after a while, and not at all on a phone: with a script it is shown at once.
+const withTips = (page) => { for (const hit of page.querySelectorAll(".hit")) {
+  const title = hit.querySelector("title");
+  if (title) { hit.dataset.tip = title.textContent; title.remove(); } } };
+withTips(document);
 const tip = document.getElementById("tip");
-document.addEventListener("pointermove", (event) => {
+const point = (event) => {
   const hit = event.target.closest ? event.target.closest(".hit") : null;
   tip.hidden = !hit;
   if (!hit) return;
   tip.textContent = hit.dataset.tip;
   tip.style.left = Math.max(4, Math.min(event.clientX + 12, innerWidth - tip.offsetWidth - 8)) + "px";
   tip.style.top = Math.max(4, event.clientY - tip.offsetHeight - 12) + "px";
-});
+};
+for (const name of ["pointermove", "pointerdown"]) document.addEventListener(name, point);
 
 const parts = (page) => new Map([...page.querySelectorAll("[data-part]")].map((part) => [part.dataset.part, part]));
 const swap = (now, next) => {
@@ -41,6 +47,7 @@ const swap = (now, next) => {
 };
 const show = (text) => {
   const page = new DOMParser().parseFromString(text, "text/html");
+  withTips(page);
   const old = parts(document), fresh = parts(page);
   document.title = page.title;
   if ([...old.keys()].join() === [...fresh.keys()].join()) {

@@ -1,0 +1,1 @@
+"""Speed only: kernels, threads, recorded and compiled steps. Without this room, results are the same but slower."""

@@ -1,0 +1,1 @@
+"""Our own kernels, for work on which the libraries leave most of a GPU idle."""

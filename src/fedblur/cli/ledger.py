@@ -1,0 +1,130 @@
+"""`fedblur ledger show` and `verify`: what was spent, recomputed from the events, and whether the ledger is intact."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fedblur.cli.errors import FOUND
+from fedblur.cli.options import Json, Plugin
+from fedblur.cli.output import print_json
+from fedblur.core.config import canonical
+from fedblur.privacy import events
+from fedblur.privacy.accounting import ACCOUNTANTS
+from fedblur.report.text import in_short
+from fedblur.training.verify_ledger import Books, compose, read_books, unprotected, verify
+
+_SECRECY = {
+    "operating system": "",
+    "seed": "; not private: seeded noise (ε is that of the same run with secret noise)",
+    "unknown": "; where its noise came from is not recorded",
+}
+
+app = typer.Typer(no_args_is_help=True, help="Show what runs have spent, and verify their ledgers.")
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")]
+
+
+@app.command("show")
+def show(
+    runs: Runs,
+    delta: Annotated[float | None, typer.Option(help="Delta of the total (default: the smallest of the runs).")] = None,
+    json_: Json = False,
+) -> None:
+    """Recompute epsilon from the events; several runs on the same clients are composed into one total.
+
+    Example: `fedblur ledger show runs/first runs/second`
+    """
+    books = [read_books(run) for run in runs]
+    total_delta, total = compose(books, delta)
+    if json_:
+        why = unprotected(books)
+        print_json(
+            {
+                "runs": [_facts(book) for book in books],
+                "total": {"delta": total_delta, "epsilon": total, "infinite_because": why},
+            }
+        )
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("run", "releases", "rounds", "δ", "ε (PLD)", "ε (RDP)", "budget"):
+        table.add_column(column, overflow="fold")
+    for book in books:
+        facts = _facts(book)
+        epsilons = [_epsilon(facts["epsilon"][name]) for name in ACCOUNTANTS]
+        counts = str(facts["releases"]), str(facts["rounds"]), f"{book.budget.delta:.3g}"
+        table.add_row(facts["run"], *counts, *epsilons, f"{book.budget.epsilon:.4g}")
+    if len(books) > 1 or delta is not None:
+        count = str(sum(len(book.spends) for book in books))
+        table.add_row("together", count, "", f"{total_delta:.3g}", *(_epsilon(total[name]) for name in ACCOUNTANTS))
+    Console().print(table)
+    for book in books:
+        kinds = "; ".join(sorted({_words(event) for _, event in book.spends})) or "nothing yet"
+        words = f"{book.path} released {kinds}{_SECRECY[book.randomness]}"
+        Console().print(words, highlight=False, markup=False, soft_wrap=True)
+    if (len(books) > 1 or delta is not None) and (why := unprotected(books)):
+        Console().print(f"ε together is ∞, since {why}.", highlight=False, soft_wrap=True)
+    if len(books) > 1:
+        words = (
+            "The total holds if the runs are on the same clients. On different clients, each run has its own epsilon."
+        )
+        Console(soft_wrap=True).print(words)
+
+
+@app.command("verify")
+def verify_(runs: Runs, plugin: Plugin = None, json_: Json = False) -> None:
+    """Check the hash chain, that nothing is missing from it, and that epsilon follows from its events.
+
+    Exit status 1 means that something was found.
+
+    Example: `fedblur ledger verify runs/first`
+    """
+    checked = {run: verify(run) for run in runs}
+    if json_:
+        print_json([{"run": str(run), "verified": not found, "findings": found} for run, found in checked.items()])
+    for run, findings in () if json_ else checked.items():
+        for finding in findings:
+            typer.echo(f"{run}: NOT VERIFIED: {finding}")
+        if not findings:
+            book = read_books(run)
+            name, delta = book.budget.accountant, book.budget.delta
+            spent = f"ε = {_epsilon(book.epsilon(name))} ({name.upper()}) at δ = {delta:.3g}"
+            if book.randomness == "seed":
+                spent = f"not private: seeded noise (with secret noise: {spent})"
+            typer.echo(f"{run}: verified, {len(book.spends)} releases, {spent}, ledger {book.chain.head}")
+    if any(checked.values()):
+        raise typer.Exit(FOUND)
+
+
+def _facts(book: Books) -> dict[str, Any]:
+    kinds = {canonical(events.to_json(event)) for _, event in book.spends}
+    return {
+        "run": str(book.path),
+        "releases": len(book.spends),
+        "rounds": len({round_ for round_, _ in book.spends}),
+        "delta": book.budget.delta,
+        "epsilon": {name: book.epsilon(name) for name in ACCOUNTANTS},
+        "budget": book.budget.epsilon,
+        "randomness": book.randomness,
+        "events": [json.loads(kind) for kind in sorted(kinds)],
+        "ledger": {"lines": len(book.chain.links), "head": book.chain.head},
+    }
+
+
+def _words(value: Any) -> str:
+    """Write an event as Python does, with few digits."""
+    if is_dataclass(value):
+        settings = ", ".join(f"{field.name}={_words(getattr(value, field.name))}" for field in fields(value))
+        return f"{type(value).__name__}({settings})"
+    if isinstance(value, tuple):
+        return f"({', '.join(_words(item) for item in value)})"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _epsilon(value: float | None) -> str:
+    return in_short(value, 4)

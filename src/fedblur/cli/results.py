@@ -1,0 +1,127 @@
+"""`fedblur results PATH [CELL]`: what a table's results hold; `--pack` makes one small file of many."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from fedblur.cli.options import Json
+from fedblur.cli.output import print_json
+from fedblur.core.errors import ConfigError, RunError
+from fedblur.experiments.result_store import Result, pack, read_results
+from fedblur.report.table import print_whole
+from fedblur.report.text import rounded_up
+
+_SHOWN = 3  # cells that an ambiguous word could mean
+
+
+def results(
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A .jsonl.gz or .json file of results, or a folder of them.")
+    ],
+    cell: Annotated[
+        str | None, typer.Argument(metavar="CELL", help="A cell's name or key, or a part that only one cell has.")
+    ] = None,
+    pack_: Annotated[
+        bool, typer.Option("--pack", help="Move the folder's JSON files into TABLE.jsonl.gz, one for each table.")
+    ] = False,
+    json_: Json = False,
+) -> None:
+    """List the cells of a table with their results, or show one cell.
+
+    PATH can be the folder of `fedblur table --out`, too. With --json a list has every cell's name, key and figures, and
+    one cell has everything that was kept: accuracy by round, norms and the whole configuration. `fedblur table` reads
+    packed results as it reads the JSON files, and continues where they end.
+
+    Example: `fedblur results runs/quickstart`
+    """
+    folder = path / "results" if (path / "results").is_dir() else path
+    if not folder.exists():
+        raise RunError(f"{path} does not exist; give a results file, or the folder of a table")
+    if pack_:
+        if cell is not None or not folder.is_dir():
+            raise ConfigError("--pack takes a folder and no cell")
+        packed = pack(folder)
+        if json_:
+            return print_json({"packed": {str(file): number for file, number in packed.items()}})
+        for file, number in packed.items():
+            typer.echo(f"{file}: {number} {'cell' if number == 1 else 'cells'}, {file.stat().st_size / 1000:.0f} kB")
+        return None if packed else typer.echo(f"{folder}: nothing to pack")
+    found = read_results(folder)
+    if not found:
+        raise RunError(f"{path} holds no results; give a results file, or the folder of a table")
+    if cell is None:
+        return _list(found, json_)
+    result = _choose(found, cell)
+    if json_:
+        return print_json(result)
+    for line in _lines(result):
+        Console(soft_wrap=True).print(line, markup=False, highlight=False)
+    return None
+
+
+def _list(found: list[Result], json_: bool) -> None:
+    lines = [
+        {
+            "cell": result["cell"],
+            "key": result["settings"],
+            "accuracy": result["accuracy"],
+            "epsilon": float(result["privacy"]["epsilon"]),
+            "rounds": result["rounds"],
+            "date": result["date"],
+        }
+        for result in found
+    ]
+    if json_:
+        return print_json({"cells": lines})
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("cell", overflow="fold", min_width=20)
+    for name in ("accuracy %", "ε", "rounds", "date", "key"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for line in lines:
+        figures = (f"{100 * line['accuracy']:.2f}", rounded_up(line["epsilon"]), str(line["rounds"]))
+        table.add_row(line["cell"], *figures, line["date"], line["key"])
+    return print_whole(table, Console())
+
+
+def _choose(found: list[Result], word: str) -> Result:
+    exact = [result for result in found if word in (result["cell"], result["settings"])]
+    fits = exact or [result for result in found if word in result["cell"] or result["settings"].startswith(word)]
+    if len(fits) == 1:
+        return fits[0]
+    if fits:
+        some = ", ".join(repr(result["cell"]) for result in fits[:_SHOWN])
+        raise ConfigError(f"{word!r} fits {len(fits)} cells, such as {some}; give a whole name or key")
+    names = [result["cell"] for result in found]
+    near = difflib.get_close_matches(word, names, n=_SHOWN, cutoff=0.3) or names[:_SHOWN]
+    raise ConfigError(f"no cell {word!r} among {len(names)}; near it: {', '.join(map(repr, near))}")
+
+
+def _lines(result: Result) -> Iterator[str]:
+    """Yield what a reader asks first of a result, then its settings, one a line."""
+    privacy = result["privacy"]
+    epsilon, warning = rounded_up(float(privacy["epsilon"])), privacy.get("warning")
+    yield f"{result['cell']} ({result['settings']})"
+    yield f"{100 * result['accuracy']:.2f} % on {result['evaluated_on']} data after {result['rounds']} rounds"
+    yield f"ε = {epsilon} at δ = {privacy['delta']:.3g} ({privacy['accountant']})" + (f"; {warning}" if warning else "")
+    yield f"{result['data']}, {result['clients']} clients{'; ' if result['data_note'] else ''}{result['data_note']}"
+    yield f"{result['seconds']:.0f} seconds on {result['hardware']}, {result['date']}"
+    yield ""
+    yield from _flat(result["config"])
+    yield "\n--json also prints accuracy by round and the norms of updates."
+
+
+def _flat(settings: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{above}{key}.")
+        elif value is not None:
+            yield f"{above}{key} = {json.dumps(value)}"

@@ -1,0 +1,1 @@
+"""The base of every room: errors, randomness, configuration, parts, files. Imports nothing of ours."""

@@ -1,6 +1,0 @@
-"""A real federation over Flower: the transport is Flower's, the privacy is ours (docs/deploy.md).
-
-from fedblur.engines.flower.client import client_app      # client_app(deployment): the app of the nodes
-from fedblur.engines.flower.server import server_app      # server_app(deployment): the app of the server
-from fedblur.engines.flower.settings import Deployment    # what they have in common
-"""

@@ -1,0 +1,72 @@
+"""A check at the start of a private run: does anything that one client sends depend on who shares its block?
+
+In: an engine and a round's job. Out: whether any bit differs. Made-up clients are trained, nobody's data.
+
+A block has a constant shape, so the sum's sensitivity holds as long as every kernel computes a client's row from that
+row alone. No library promises this for all shapes and machines. Tests show it for the models and methods that we ship
+(tests/engines/test_isolation_check.py); this check looks at the model, the methods and the machine at hand.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedblur.core.rng import Seeded
+from fedblur.data.population import Shard, is_text
+from fedblur.engines.local import LocalEngine
+from fedblur.learning.batches import plan_work
+from fedblur.learning.client import ClientJob
+
+_STEPS = 2  # local steps of the check
+_LOUD = 1e4  # inputs of neighbours that an adversary might choose
+
+
+def clients_interfere(engine: LocalEngine, job: ClientJob, like: Tensor, classes: int) -> bool:
+    """Train two made-up clients among different neighbours and in different places; True where any bit differs.
+
+    `like`: samples whose shape and type those of the clients have. Their values are not read.
+    """
+    cramped = False
+    while True:
+        try:
+            return _differ(engine, job, like, classes)
+        except torch.OutOfMemoryError as error:
+            engine.make_room(cramped, error)
+            cramped = True
+
+
+def _differ(engine: LocalEngine, job: ClientJob, like: Tensor, classes: int) -> bool:
+    block = engine.block_size
+    if not engine.vectorise or block == 1:
+        return False  # one client at a time: nothing is shared
+    shard, probes = _made_up(job.local.batch_size, block, like, classes)
+    quiet, loud, empty = (torch.arange(block - 1) + first for first in (2, 1 + block, 2 * block))
+    orders = [(p, neighbours) for p in probes for neighbours in (empty, quiet, loud)]
+    seen: dict[int, Tensor] = {}
+    for which, (probe, neighbours) in enumerate(orders):
+        place = (0, block // 2, block - 1)[which % 3]
+        order = torch.cat([neighbours[:place], torch.tensor([probe]), neighbours[place:]])
+        part = Shard(shard.x.to(engine.device), shard.y.to(engine.device), shard.starts[order], shard.sizes[order])
+        work = plan_work(part, order, _STEPS, job.local.batch_size, Seeded.root(0), engine.device)
+        message = engine.train(job, part, work).bounded.value.clone()[place]
+        if not torch.equal(seen.setdefault(probe, message).view(torch.int32), message.view(torch.int32)):
+            return True
+    return False
+
+
+def _made_up(batch: int, block: int, like: Tensor, classes: int) -> tuple[Shard, tuple[int, int]]:
+    """Make up two probes, a block of quiet neighbours of all sizes, a block of loud and a block of empty ones."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(1, 2 * batch + 2, (2 * block,), generator=generator)
+    sizes[0], sizes[1] = max(1, batch - 1), batch + 1
+    total = int(sizes.sum())
+    x = torch.rand((total, *like.shape[1:]), generator=generator)
+    y = torch.randint(0, classes, (total,), generator=generator)
+    sizes = torch.cat([sizes, torch.zeros(block, dtype=torch.int64)])
+    starts = torch.cumsum(sizes, 0) - sizes
+    if like.is_floating_point():
+        x[int(starts[1 + block]) :] *= _LOUD
+    else:  # tokens, or the pixels of images
+        x = (x * (classes if is_text(like) else 256)).to(like.dtype)
+    return Shard(x, y, starts, sizes), (0, 1)

@@ -1,0 +1,1 @@
+"""Many runs: tables, recipes, private search, audits."""

@@ -1,0 +1,154 @@
+"""Choosing settings without looking at people for free: the law of a search, and its cost. `search_runner.py` runs it.
+
+A search draws K from a law of `private_selection.py`, runs K trials of configurations picked at random, and releases
+the one with the best score. Who is protected, and by what:
+
+    clients who train           one trial costs them its training; its score is computed from the trained model and
+                                from other people's data, so it tells nothing more about them
+    clients who only validate   score = "private": one trial costs them its noisy score, and its training nothing
+                                score = "public": they are NOT protected, the choice may depend on each of them
+
+A client has one role, so a trial costs it the one or the other, and the search is an event of the worse of the two.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from fedblur.core.config import Config, canonical, config_hash, to_dict
+from fedblur.core.errors import ConfigError
+from fedblur.data.population import Federation
+from fedblur.experiments.recipe import parameters_of
+from fedblur.privacy.accounting import calibrate, epsilon, parse_delta
+from fedblur.privacy.claim import Claim, Selection
+from fedblur.privacy.events import Gaussian, PrivateSelection, SelfComposed
+from fedblur.privacy.private_selection import TrialCount
+from fedblur.privacy.root import find_root
+from fedblur.training.setup import plan_for
+
+Scoring = Literal["private", "public"]
+HALF = 0.5  # a validation client adds its accuracy less a half to the score: at most this, either way
+_SAME = ("dataset", "partition", "clients", "validation_share", "data_seed", "delta", "seed")
+_TOLERANCE = 1e-3  # of the trials' epsilon, where the total is given
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search that is ready to start, and what it will cost."""
+
+    candidates: tuple[Config, ...]
+    count: TrialCount
+    event: PrivateSelection
+    delta: float
+    score_noise: float  # noise multiplier of a score, in units of HALF; 0: scores are not noisy
+
+    @property
+    def epsilon(self) -> float:
+        """Return the epsilon of the whole search, the released model included."""
+        return epsilon(self.event, 1, self.delta, "rdp")
+
+    @property
+    def trial_epsilon(self) -> float:
+        """Return what one trial alone would cost: the most over the candidates, by the same accountant."""
+        return max(epsilon(trial, 1, self.delta, "rdp") for trial in self.event.trials)
+
+    @property
+    def key(self) -> str:
+        """Twelve digits that change with the candidates and with what the search costs."""
+        keys = [config_hash(config) for config in self.candidates]
+        text = canonical([keys, self.count.shape, self.count.mean, self.score_noise])
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def candidates(configs: Iterable[Config]) -> tuple[Config, ...]:
+    """Return the configurations to choose from, each once. All must be about the same people."""
+    tested = [replace(config, evaluate="test") for config in configs]
+    chosen = tuple({config_hash(config): config for config in tested}.values())
+    if len(chosen) < 2:
+        raise ConfigError("a search needs at least two configurations; add [[rows]] or [axes] to the file")
+    tables = [json.loads(canonical(to_dict(config))) for config in chosen]
+    for key in _SAME:
+        if any(table[key] != tables[0][key] for table in tables):
+            hint = "drop seed: trials draw their own randomness" if key == "seed" else f"give all the same {key}"
+            raise ConfigError(
+                f"{key} differs between configurations; a search compares runs on the same clients; {hint}"
+            )
+    if any(config.voting is not None for config in chosen):
+        raise ConfigError("a search compares runs of rounds; leave ae-dpfl and knn-dpfl out")
+    if chosen[0].validation_share == 0:
+        raise ConfigError("validation_share=0 leaves no clients to score trials on; set validation_share=0.1")
+    return chosen
+
+
+def make_search(
+    configs: Iterable[Config], data: Federation, count: TrialCount, scoring: Scoring, total: float | None = None
+) -> Search:
+    """Make the search over these configurations; with `total`, trials get the epsilon that keeps all within it."""
+    chosen = candidates(configs)
+    if total is None:
+        return _search(chosen, data, count, scoring)
+    if not 0 < total < math.inf:
+        raise ConfigError(f"epsilon={total} must be above 0 and finite: it is what the whole search may cost")
+
+    def search(log_share: float) -> Search:
+        each = total * math.exp(log_share)
+        return _search([replace(c, epsilon=each, noise_multiplier=None) for c in chosen], data, count, scoring)
+
+    share = find_root(lambda x: math.log(search(x).epsilon / total), math.log(0.02), 0.0, xtol=_TOLERANCE)
+    while (found := search(share)).epsilon > total:
+        share -= _TOLERANCE
+    return found
+
+
+def _search(chosen: Iterable[Config], data: Federation, count: TrialCount, scoring: Scoring) -> Search:
+    configs = tuple(chosen)
+    if not data.validation_clients:
+        share = configs[0].validation_share
+        raise ConfigError(f"validation_share={share:g} gives no clients to score trials on here; raise it")
+    delta = parse_delta(configs[0].delta, data.train.clients)
+    people, shape, classes = data.train.clients, data.train.shape, data.train.classes
+    plans = [plan_for(config, people, parameters_of(config.model, shape, classes)) for config in configs]
+    training = [SelfComposed(plan.event(), plan.rounds) for plan in plans]  # all that the rounds of one trial release
+    costs = [epsilon(trial, 1, delta, "rdp") for trial in training]
+    if math.isinf(max(costs)):
+        raise ConfigError("a configuration without noise (epsilon=inf) makes the whole search public; leave it out")
+    noise = calibrate(Gaussian, 1, min(costs), delta, "rdp") if scoring == "private" else 0.0
+    trials = tuple(dict.fromkeys([*training, *([Gaussian(noise)] if noise else [])]))
+    return Search(configs, count, PrivateSelection(trials, count.shape, count.mean), delta, noise)
+
+
+def winners_claim(search: Search, data: Federation, trial: Claim, ledger: dict[str, Any], score: float) -> Claim:
+    """Return what a released winner claims: for the whole search, not for the trial that it was."""
+    law = "Poisson" if search.count.poisson else f"truncated negative binomial, eta = {search.count.shape:g}"
+    held = f"{data.validation_clients} validation clients"
+    how = "noisy and accounted" if search.score_noise else f"not noisy: the {held} are NOT protected"
+    cost = search.epsilon - search.trial_epsilon
+    return replace(
+        trial,
+        epsilon=search.epsilon,
+        accountant="rdp",
+        releases=1,
+        ledger=ledger,
+        tuned="private selection",
+        tuning=f"chosen privately among {len(search.candidates)} configurations by a random number of trials "
+        f"({law}, {search.count.mean:g} expected, Rényi accounting); scores on {held}, {how}. One trial alone: "
+        f"epsilon = {search.trial_epsilon:.3g}; the choice costs {cost:.3g} more. Test accuracy is a measurement "
+        "for the reader that the guarantee does not cover",
+        selection=Selection(
+            search=search.key,
+            law=law,
+            expected_trials=search.count.mean,
+            candidates=len(search.candidates),
+            epsilon_of_one_trial=search.trial_epsilon,
+            epsilon_of_the_choice=cost,
+            score_noise_std=HALF * search.score_noise / data.validation_clients,
+            score_clients=data.validation_clients,
+            score_clients_protected=bool(search.score_noise),
+            score=score,
+        ),
+    )

@@ -1,0 +1,232 @@
+"""A search that is run (`private_search.py`). In: candidates. Out: a run folder with the winner, and nothing else.
+
+The search is in the ledger before its first trial begins. How many trials there are, their configurations, scores and
+models are local only: they lie in a folder of their own, OUT-local-only, which is removed when the winner has been
+released. A search that was stopped continues with the trials that were drawn; a trial that was cut short starts again.
+
+A trial that diverges is a trial like any other, with the worst score: to skip it, or to stop there, would change the
+law of the number of trials, and tell about data.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedblur.core.config import Config, canonical, config_hash, to_dict
+from fedblur.core.errors import ConfigError, DivergedError, RunError
+from fedblur.core.files import write_atomically
+from fedblur.core.rng import Rng, make_rng
+from fedblur.data.dataset import Generated
+from fedblur.data.population import Federation
+from fedblur.engines.distributed import demand_one_process
+from fedblur.experiments.private_search import HALF, Search, candidates, winners_claim
+from fedblur.experiments.recipe import configure
+from fedblur.learning.evaluation import accuracy_by_client
+from fedblur.learning.module_function import Layout, as_function, initial_vector
+from fedblur.privacy.claim import Claim, to_json
+from fedblur.privacy.ledger import Budget, Ledger, randomness_of
+from fedblur.privacy.mechanisms import rounded_gaussian
+from fedblur.privacy.private_selection import WORDS
+from fedblur.training.loop import Run, Watcher, train
+from fedblur.training.machine import Machine
+from fedblur.training.run_folder import RunFolder, RunSummary
+from fedblur.training.setup import load
+
+TrialWatcher = Callable[[Config, int], Watcher | None]
+NOTHING = "nothing released: no trial was drawn"
+_STEP = 2.0**-20  # scores are summed, and their noise is drawn, in multiples of this
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The release of a search."""
+
+    path: Path
+    epsilon: float  # what it cost
+    delta: float
+    record: RunSummary | None  # of the winner; None: no trial was drawn
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Return what summary.json holds; `record` is the same with types."""
+        nothing = {"status": NOTHING, "privacy": {"epsilon": self.epsilon, "delta": self.delta}}
+        return nothing if self.record is None else to_json(self.record)
+
+
+def run_search(
+    search: Search, out: Path, machine: Machine, data: Federation, watch: TrialWatcher = lambda config, index: None
+) -> Tuned:
+    """Draw the trials, run them, release the best."""
+    demand_one_process("a search")
+    folder, local = RunFolder(out), out.with_name(out.name + "-local-only")
+    if folder.summary.exists():
+        raise RunError(
+            f"{out} holds the winner of a search; choose another --out (on these clients it adds to the cost)"
+        )
+    with folder.held():
+        rng = make_rng(search.candidates[0].seed)
+        picks = _draw(search, local, rng)
+        ledger = _pay(search, out)
+        trials = _Trials(search, local, machine, data, rng, watch)
+        scores = [trials.run(index, pick) for index, pick in enumerate(picks)]
+        record = None
+        if scores:
+            best = max(range(len(scores)), key=scores.__getitem__)  # the first of equals: trials are exchangeable
+            winner = RunFolder(local / f"trial-{best}")
+            trial = winner.read_summary()
+            assert trial is not None  # it has a score, so it ended
+            stated = winners_claim(search, data, trial.privacy, ledger.anchor(), scores[best])
+            record = _release(trial, winner, folder, stated)
+        tuned = Tuned(out, search.epsilon, search.delta, record)
+        if record is None:
+            write_atomically(folder.summary, (canonical(tuned.summary) + "\n").encode())
+        shutil.rmtree(local)
+        return tuned
+
+
+def _draw(search: Search, local: Path, rng: Rng) -> list[int]:
+    """Draw each trial's configuration, once: a search that is stopped cannot draw again."""
+    path = local / "drawn.json"
+    if path.exists():
+        drawn = json.loads(path.read_text(encoding="utf-8"))
+        if drawn["search"] != search.key:
+            raise RunError(f"{local} holds another search that was not finished; finish it, or choose another --out")
+        return list(drawn["picks"])
+    count = search.count.draw(rng.child("count").keystream().lane(0).words(WORDS))
+    uniforms = rng.child("picks").uniform(count)
+    picks = [int(u * len(search.candidates)) for u in uniforms]
+    local.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps({"local_only": True, "search": search.key, "picks": picks}).encode())
+    return picks
+
+
+def _pay(search: Search, out: Path) -> Ledger:
+    """Write the ledger's row for all trials together, on disk before the first."""
+    out.mkdir(parents=True, exist_ok=True)
+    budget = Budget(search.epsilon, search.delta, "rdp", rounds=1)
+    ledger = Ledger(RunFolder(out).ledger, budget, search.key, randomness_of(search.candidates[0].seed))
+    if not ledger.spends():
+        ledger.demand_room(1, search.event, replay=False)
+        ledger.spend(1, search.event, replay=False)
+    return ledger
+
+
+@dataclass(frozen=True)
+class _Trials:
+    """The trials of a search: independent real runs, each with its score."""
+
+    search: Search
+    local: Path
+    machine: Machine
+    data: Federation
+    rng: Rng
+    watch: TrialWatcher
+
+    def run(self, index: int, pick: int) -> float:
+        """Run one trial; its findings stay in its folder."""
+        folder, rng = self.local / f"trial-{index}", self.rng.child("trial", index)
+        path = folder / "score.json"
+        if path.exists():
+            return float(json.loads(path.read_text(encoding="utf-8"))["score"])
+        shutil.rmtree(folder, ignore_errors=True)
+        config = self.search.candidates[pick]
+        if config.seed is not None:
+            config = replace(config, seed=rng.child("training").seed())
+        run = _train(config, folder, self.machine, self.watch(config, index))
+        score = self.score(run, config, rng.child("score"))
+        write_atomically(path, json.dumps({"local_only": True, "score": score}).encode())
+        return score
+
+    def score(self, run: Run | None, config: Config, rng: Rng) -> float:
+        """Mean accuracy over validation clients, each counting the same; with noise, a Gaussian release about them.
+
+        Σ (a_c - ½) moves by at most ½ when a client is added or removed; it is divided by a constant.
+
+            a model that gives NaN       its predictions are wrong, whatever the labels are
+            a run that diverged (None)   every accuracy is 0
+            an accuracy beyond [0, 1]    0 or 1; NaN, of a client without samples: 0
+        """
+        samples, sizes, noise = self.data.validation, self.data.validation_sizes, self.search.score_noise
+        assert samples is not None
+        assert sizes is not None
+        each = torch.zeros(len(sizes), dtype=torch.float64)
+        if run is not None:
+            theta = Layout.of(run.module).unflatten(initial_vector(run.module))
+            each = accuracy_by_client(as_function(run.module), theta, samples, sizes, config.method, config.test_views)
+        each = each.nan_to_num(nan=0.0).clamp(0.0, 1.0)  # whatever was computed: what the noise is sized for
+        whole = ((each - HALF) / _STEP).trunc().long().sum()  # each at most ½, and exact from here on
+        blur = rounded_gaussian.draw(HALF * noise / _STEP * (1 + 2.0**-50), 1, rng.keystream())[0]
+        return (int(whole) + int(blur)) * _STEP / self.data.validation_clients + HALF
+
+
+def _train(config: Config, folder: Path, machine: Machine, watch: Watcher | None) -> Run | None:
+    """Run a trial; None if it diverged. (A run that protects people never stops for that: it continues.)"""
+    try:
+        return train(config, out=folder, machine=machine, watch=watch)
+    except DivergedError:
+        return None
+
+
+def _release(trial: RunSummary, winner: RunFolder, out: RunFolder, stated: Claim) -> RunSummary:
+    """Write the winner's configuration, model, summary and rounds, without what is local only."""
+    # How long it took depends on how many came: no seconds.
+    summary = replace(trial, privacy=stated, local_only={"clipped_share": None}, seconds=None)
+    barred = ("local_only", "seconds", "epsilon")  # a trial's own epsilon is not what was spent
+    rows = [{key: value for key, value in row.items() if key not in barred} for row in winner.read_rounds()]
+    rows = [{**row, "stage": "the winner's training"} for row in rows]  # not releases of their own: the search is one
+    write_atomically(out.config, winner.config.read_bytes())
+    write_atomically(out.model, winner.model.read_bytes())
+    write_atomically(out.rounds, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    out.write_summary(summary)
+    return summary
+
+
+def tune_on_proxy(
+    configs: Sequence[Config],
+    proxy: dict[str, Any],
+    out: Path,
+    machine: Machine,
+    watch: TrialWatcher = lambda config, index: None,
+) -> Tuned:
+    """Run every candidate on data that are not private, then the best of them on the private data, once.
+
+    `proxy` is what differs there: a data set at least. Its results are public, and kept in OUT-proxy.
+    """
+    demand_one_process("a search")
+    chosen, trials, scores = candidates(configs), [], []
+    for config in chosen:
+        trial = configure(to_dict(config) | {"partition": None, "evaluate": "validation"} | proxy)
+        drawn = isinstance(config.dataset, Generated) and trial.dataset != config.dataset  # nobody's data, and others
+        if trial.dataset.part_name == config.dataset.part_name and not drawn:  # other settings are of the same people
+            raise ConfigError(
+                f"proxy={config.dataset.part_name!r} is the private data set itself; trials on it are not free"
+            )
+        trials.append(trial)
+    for index, trial in enumerate(trials):
+        folder = RunFolder(out.with_name(out.name + "-proxy") / config_hash(trial))
+        if not folder.complete:
+            shutil.rmtree(folder.path, ignore_errors=True)
+            _train(trial, folder.path, machine, watch(trial, index))
+        summary = folder.read_summary()
+        scores.append(summary.accuracy if summary and summary.complete else 0.0)
+    best = max(range(len(scores)), key=scores.__getitem__)
+    run = train(chosen[best], out=out, machine=machine, watch=watch(chosen[best], len(scores)))
+    name = trials[0].dataset.part_name
+    results = [{"accuracy": score, "config": to_dict(trial)} for score, trial in zip(scores, trials, strict=True)]
+    write_atomically(out / "proxy.json", (canonical(results) + "\n").encode())
+    words = f"chosen among {len(chosen)} configurations on {name}, which is declared to be public; this cost no privacy"
+    record = replace(run.record, privacy=replace(run.record.privacy, tuned="proxy data", tuning=words))
+    RunFolder(out).write_summary(record)
+    return Tuned(out, run.epsilon, record.privacy.delta, record)
+
+
+def load_data(configs: Sequence[Config], machine: Machine) -> Federation:
+    """Load the clients that all candidates are about."""
+    return load(candidates(configs)[0], machine)

@@ -1,0 +1,146 @@
+"""A node's training: the client code of the simulator, on this node's data, with this node's own randomness.
+
+In: the question's model, clip norm and support. Out: raw bytes of the clipped update (`central`), or residues of the
+update with its share of the noise (`secure-sum`). In a run without a seed all randomness is the node's own, from its
+operating system; a seeded run follows the simulator's streams by the client's index, and is NOT PRIVATE.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedblur.core.config import Config
+from fedblur.core.errors import DataError
+from fedblur.core.rng import make_rng
+from fedblur.data.population import Packed
+from fedblur.flower.masking import Residues
+from fedblur.flower.settings import Deployment
+from fedblur.flower.wire import Refused
+from fedblur.learning.batches import plan_work
+from fedblur.learning.client import ClientJob, train_block
+from fedblur.learning.models import make_model
+from fedblur.learning.module_function import Layout, as_function, check_model
+from fedblur.privacy.clipping import Bounded, Message
+from fedblur.privacy.mechanisms.base import Release, mechanism_for
+from fedblur.privacy.mechanisms.secure_sum import SecureSum
+from fedblur.training.setup import plan_for
+
+_CPU = torch.device("cpu")
+_ROUNDING = 1e-9  # of an epsilon, between this processor's arithmetic and the server's
+
+
+def update(
+    deployment: Deployment, node: Mapping[str, Any], round_: int, told: Mapping[str, Any], arrays: Mapping[str, bytes]
+) -> bytes:
+    """Return the clipped message of this node's client, as float32."""
+    _, _, bounded = _trained(deployment, node, round_, told, arrays)
+    return bounded.value[0].numpy().astype("<f4").tobytes()
+
+
+def noisy(
+    deployment: Deployment,
+    node: Mapping[str, Any],
+    round_: int,
+    told: Mapping[str, Any],
+    arrays: Mapping[str, bytes],
+    number: int,
+) -> tuple[Residues, int]:
+    """Return the message rotated, rounded and with its share of the noise, modulo 2^b; and b."""
+    config, job, bounded = _trained(deployment, node, round_, told, arrays)
+    mechanism = mechanism_for(config, config.sampling.sampler(config.clients, config.sample_rate), job.layout.total)
+    if not isinstance(mechanism, SecureSum) or mechanism.part.mode != "exact" or mechanism.part.min_cohort is None:
+        raise Refused("the configuration's mechanism gives this node no share of the noise")
+    width, bound = job.message.width(job.layout.total), job.message.l2_bound(job.clip_norm)
+    release = Release(width, bound, told["noise_multiplier"], mechanism.part.min_cohort, _CPU, round_)
+    rng = make_rng(config.seed).child("round", round_)
+    whole = mechanism.encode(bounded, range(number, number + 1), release, rng)[0]
+    modulus = 2**mechanism.part.bits
+    return torch.remainder(whole, modulus).numpy().astype(np.uint32), mechanism.part.bits
+
+
+def _trained(
+    deployment: Deployment, node: Mapping[str, Any], round_: int, told: Mapping[str, Any], arrays: Mapping[str, bytes]
+) -> tuple[Config, ClientJob, Bounded]:
+    config = deployment.configuration()
+    _demand_told(config, round_, told)
+    job = _job(deployment, config, told, arrays)
+    _demand_noise(config, told["noise_multiplier"], job.layout.total)
+    population = own_population(deployment, node)
+    shard = population.fetch(torch.tensor([0]))
+    name = torch.tensor([told["client"]])  # names this client's random streams in a seeded run
+    rng = make_rng(config.seed).child("round", round_)
+    work = plan_work(shard, name, config.local.steps, config.local.batch_size, rng, _CPU)
+    return config, job, train_block(job, shard, work, vectorise=False).bounded
+
+
+def _demand_told(config: Config, round_: int, told: Mapping[str, Any]) -> None:
+    """Refuse a question that disagrees with this node's own configuration."""
+    sigma, clip_norm = told["noise_multiplier"], told["clip_norm"]
+    if round_ > config.rounds:
+        raise Refused(f"round {round_} is beyond the {config.rounds} that were planned")
+    if config.clipping is None and (clip_norm, told["bit_weight"]) != (config.clip_norm, 0.0):
+        raise Refused(f"clip_norm={clip_norm} is not the configuration's {config.clip_norm}")
+    if config.clipping is not None and not 0 < clip_norm <= config.clipping.largest(config.clip_norm):
+        raise Refused(
+            f"clip_norm={clip_norm} is beyond {config.clipping.largest(config.clip_norm)}, as far as it adapts"
+        )
+    if config.noise_multiplier is not None and sigma != config.noise_multiplier:
+        raise Refused(f"noise_multiplier={sigma} is not the configuration's {config.noise_multiplier}")
+
+
+def _demand_noise(config: Config, sigma: float, parameters: int) -> None:
+    """Refuse noise with which the planned rounds would cost more than the configuration's epsilon."""
+    if config.epsilon is None or math.isinf(config.epsilon):
+        return
+    if not 0 < sigma < math.inf:
+        raise Refused(f"noise_multiplier={sigma} cannot give epsilon={config.epsilon}")
+    assert config.clients is not None
+    told = plan_for(replace(config, epsilon=None, noise_multiplier=sigma), config.clients, parameters)
+    if not told.epsilon_target <= config.epsilon * (1 + _ROUNDING):
+        least = plan_for(config, config.clients, parameters).noise_multiplier
+        raise Refused(
+            f"noise_multiplier={sigma} is below {least:.6g}, which epsilon={config.epsilon} needs for the "
+            f"{config.rounds} planned rounds"
+        )
+
+
+def own_population(deployment: Deployment, node: Mapping[str, Any]) -> Packed:
+    """Return this node's samples, as a population of one."""
+    x, y = (torch.as_tensor(values) for values in deployment.client_data(node))
+    if x.ndim != 1 + len(deployment.shape) or tuple(x.shape[1:]) != tuple(deployment.shape):
+        raise DataError(f"client_data gives samples of shape {tuple(x.shape[1:])}, not {tuple(deployment.shape)}")
+    x = x if x.dtype == torch.uint8 else x.float()
+    return Packed(x, y.long(), torch.tensor([0]), torch.tensor([len(y)]), deployment.classes)
+
+
+def _job(deployment: Deployment, config: Config, told: Mapping[str, Any], arrays: Mapping[str, bytes]) -> ClientJob:
+    module = (
+        deployment.module() if deployment.module else make_model(config.model, deployment.shape, deployment.classes, 0)
+    )
+    check_model(module, deployment.shape, deployment.classes)
+    layout = Layout.of(module)
+    start = _vector(arrays["start"], "<f4")
+    if len(start) != layout.total:
+        raise Refused(f"a model of {len(start)} parameters came for one of {layout.total}")
+    support = _vector(arrays["support"], "<i8") if "support" in arrays else None
+    message = Message(config.bounding, support, told["bit_weight"])
+    return ClientJob(
+        as_function(module.train()),
+        layout,
+        layout.unflatten(start),
+        config.local,
+        config.method,
+        told["clip_norm"],
+        message,
+    )
+
+
+def _vector(data: bytes, kind: str) -> Tensor:
+    return torch.from_numpy(np.frombuffer(data, dtype=kind).astype(kind[1:]))

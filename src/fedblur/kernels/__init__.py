@@ -1,1 +1,0 @@
-"""Kernels of our own, where the libraries leave most of a GPU idle."""

@@ -1,0 +1,1 @@
+"""The client's room: local training, methods, models, and how good a model is."""

@@ -1,1 +1,0 @@
-"""A page about a paper, rendered from result files: tables, figures, verdicts on claims, cost and what is missing."""

@@ -1,0 +1,106 @@
+"""Claim: all that a run states about its privacy (invariant 10). In: what the run's end knows. Out: one typed record.
+
+It is made once, when the run ends. Summary, statement, reports, tables and voting read this record, which is the key
+`privacy` of summary.json.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from fedblur.core.errors import RunError
+from fedblur.privacy.accounting import Accountant
+
+UNIT = "client (all samples of one user)"
+SEEDED = "NOT PRIVATE: seeded"
+NOISELESS = "NOT PRIVATE: no noise"
+UNBOUNDED = "NOT PRIVATE: no noise and no clip norm"
+
+T = TypeVar("T")
+_reader: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The private search that chose a run. The number of trials stays secret, so it is not here."""
+
+    search: str  # hash of the search
+    law: str  # of the number of trials
+    expected_trials: float
+    candidates: int
+    epsilon_of_one_trial: float
+    epsilon_of_the_choice: float
+    score_noise_std: float
+    score_clients: int  # validation clients
+    score_clients_protected: bool  # whether noise hides them
+    score: float | None = None  # the winner's, as released
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The claim that a result must state. A claim about votes has queries and no clip norm."""
+
+    warning: str | None  # why the run protects nobody; None: it protects its clients
+    epsilon: float
+    delta: float
+    accountant: Accountant
+    adjacency: str
+    sampling: str
+    mechanism: str
+    noise_multiplier: float
+    clip_norm: float | None  # S at the end; None: labels were released, not sums of updates
+    expected_cohort: float
+    releases: int
+    trust_model: str
+    tuning: str
+    signal_to_noise: float | None
+    unit: str = UNIT
+    ledger: dict[str, Any] | None = None  # its length and last hash
+    cautions: tuple[str, ...] | None = None  # settings that are valid but suspicious
+    clipping: str | None = None
+    support: str | None = None
+    queries: int | None = None
+    vote_noise_std: float | None = None
+    checks: int | None = None
+    check_noise_std: float | None = None
+    epsilon_against_server: float | None = None  # where the server sees no single update
+    tuned: str | None = None  # by `fedblur tune`: which way; `tuning` says what it cost
+    selection: Selection | None = None
+
+    @property
+    def votes(self) -> bool:
+        """Whether labels were released, not sums of updates."""
+        return self.clip_norm is None
+
+
+def why_not_private(private_noise: bool, noise_multiplier: float, clip_norm: float | None = None) -> str | None:
+    """Return why a run protects nobody; None where it protects its clients. `private_noise`: nobody has its seed."""
+    if noise_multiplier == 0:
+        return UNBOUNDED if clip_norm is not None and math.isinf(clip_norm) else NOISELESS
+    return None if private_noise else SEEDED
+
+
+def to_json(record: Any) -> dict[str, Any]:
+    """Return a record as JSON objects, without fields that do not apply to it (None by default)."""
+    return {
+        field.name: to_json(value) if is_dataclass(value) else value
+        for field in fields(record)
+        if (value := getattr(record, field.name)) is not None or field.default is MISSING
+    }
+
+
+def from_json(kind: type[T], table: Mapping[str, Any], name: object) -> T:
+    """Read a record back; keys of other versions are ignored. `name`: where it was read, for the error."""
+    try:
+        record: T = _reader(kind).validate_python(table)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise RunError(f"{name} is not what fedblur writes: {where}: {first['msg'].lower()}; restore it") from None
+    return record

@@ -1,0 +1,394 @@
+"""The ledger of what was spent, a hash chain on disk. A line is written before the round's result leaves the process.
+
+A crash can overcount, never undercount (invariant 6): the line is on disk first, the model is released after. A run
+that draws fresh noise and repeats a round after a crash pays for it again. A seeded run repeats the very same
+release, which is one release however often it is computed, so its line is not written twice. A line that a crash cut
+short counts as a release.
+
+The first line is the budget and the source of the noise, each other one a release. Checkpoints, the summary and the
+privacy statement hold the chain's last hash, so a ledger that was cut is found as well (`demand_anchor`).
+
+    line n:  {"body": {...}, "hash": sha256(hash of line n − 1, body)}
+
+Formal guarantees of the chain. A line is accepted only if it is, byte for byte, what `append` writes after the lines
+before it; so any changed, moved, dropped or inserted byte in front of the last line's end is found, except that a file
+which was cut at the end of a line is a shorter chain that looks whole: whoever kept a later `hash` (an anchor) finds
+that too. `append` returns when the line is on disk. A crash leaves at most one line without its end; `torn` says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, Protocol, cast
+
+from fedblur.core.errors import PrivacyError, RunError
+from fedblur.privacy import accounting, events
+
+try:
+    import fcntl
+except ImportError:  # no such locks on Windows: two writers at once break the chain there, which is found and refused
+    fcntl = None  # type: ignore[assignment]
+
+START = "0" * 64
+
+
+class ChainError(RunError):
+    """A file whose lines do not follow from each other."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """One line that follows from those before it."""
+
+    body: dict[str, Any]
+    hash: str
+
+
+class Chain:
+    """A file that only grows. What was read once is remembered; each look reads only what is new."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.links: list[Link] = []
+        self.torn = b""  # what stands after the last whole line
+        self._size = 0  # of the whole lines
+
+    @property
+    def head(self) -> str:
+        """The hash of the last line: it stands for the whole file."""
+        return self.links[-1].hash if self.links else START
+
+    def read(self) -> list[Link]:
+        """Read all lines, including those that others wrote meanwhile."""
+        with _opened(self.path, os.O_RDONLY) as file:
+            self._catch_up(file)
+        return self.links
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Chain]:
+        """Lock the chain: until the end of the block nobody else writes."""
+        new = not self.path.exists()
+        with _opened(self.path, os.O_RDWR | os.O_CREAT) as file:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX)  # freed when the file is closed
+            self._catch_up(file)
+            self._file = file
+            yield self
+        if new:
+            _sync_folder(self.path.parent)
+
+    def append(self, body: Mapping[str, Any]) -> None:
+        """Append a line, on disk before this returns. Inside `writing` only. It takes the place of a torn one."""
+        link = _link(self.head, body)
+        line = _line(link)
+        os.lseek(self._file, self._size, os.SEEK_SET)
+        if os.write(self._file, line) != len(line):
+            raise OSError("only a part of a line could be written")
+        os.ftruncate(self._file, self._size + len(line))
+        os.fsync(self._file)
+        self.links.append(link)
+        self.torn = b""
+        self._size += len(line)
+
+    def _catch_up(self, file: int) -> None:
+        if os.fstat(file).st_size < self._size:
+            raise ChainError(f"{self.path} became shorter while it was in use; restore it from a copy")
+        os.lseek(file, self._size, os.SEEK_SET)
+        with open(file, "rb", closefd=False) as stream:
+            *lines, self.torn = stream.read().split(b"\n")
+        for line in lines:
+            self.links.append(self._checked(line + b"\n"))
+            self._size += len(line) + 1
+
+    def _checked(self, line: bytes) -> Link:
+        try:
+            link = _link(self.head, json.loads(line)["body"])
+            if _line(link) == line:
+                return link
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            pass
+        number = len(self.links) + 1
+        after = f"line {number - 1}" if number > 1 else "an empty file"
+        raise ChainError(
+            f"{self.path}: line {number} does not follow from {after}; it was edited, moved or replaced: "
+            "restore the file from a copy"
+        )
+
+
+def _link(head: str, body: Mapping[str, Any]) -> Link:
+    content = dict(body)
+    return Link(content, hashlib.sha256(f"{head} {_json(content)}".encode()).hexdigest())
+
+
+def _line(link: Link) -> bytes:
+    return (_json({"body": link.body, "hash": link.hash}) + "\n").encode()
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, sort_keys=True, allow_nan=False)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    try:
+        file = os.open(path, flags | getattr(os, "O_BINARY", 0), 0o644)  # bytes as they are, on Windows too
+    except OSError as error:
+        raise RunError(f"the ledger {path} cannot be opened: {error.strerror}") from None
+    try:
+        yield file
+    except OSError as error:
+        reason = error.strerror or error
+        raise RunError(f"the ledger {path} cannot be used: {reason}; free space or restore it") from None
+    finally:
+        os.close(file)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Sync the folder: a new file is on disk only when its name is."""
+    with contextlib.suppress(OSError):  # not every file system can
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+Randomness = Literal["operating system", "seed"]  # where noise and cohorts come from
+_SOURCES: dict[Randomness, str] = {"operating system": "the operating system", "seed": "a seed"}
+_CUT_SHORT = "a line that a crash cut short, counted as a release"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The guarantee that a run must not pass. epsilon = inf: no privacy, but the rounds still count."""
+
+    epsilon: float
+    delta: float
+    accountant: accounting.Accountant
+    rounds: int  # planned; never more, even where the accountant would allow one
+
+
+class Spending(Protocol):
+    """The interface of a run's ledger: `Ledger` on the process that releases, `ForeignLedger` on all others."""
+
+    def demand_room(self, round_: int, event: events.Event, replay: bool) -> None:
+        """Refuse to start a round that would pass the budget."""
+
+    def spend(self, round_: int, event: events.Event, replay: bool) -> None:
+        """Write down one release, before it happens. `replay`: the same round gives the very same release (seeded)."""
+
+    def spends(self) -> list[tuple[int, events.Event]]:
+        """Return (round, event) of every release, in order."""
+
+    def epsilon(self) -> float:
+        """Return what all spends together cost, at the budget's delta."""
+
+    def anchor(self) -> dict[str, Any]:
+        """Return the ledger's length and last hash: with them, others find out later whether it was cut."""
+
+
+class Ledger:
+    """The spends of one run, against its budget.
+
+    `about`: the hash of the run's configuration. `randomness`: where noise and cohorts come from; a run that does not
+    say so counts as one that protects nobody wherever runs are composed (`verification.compose`).
+    """
+
+    def __init__(self, path: Path, budget: Budget, about: str = "", randomness: Randomness | None = None) -> None:
+        self.path = path
+        self.budget = budget
+        self._chain = Chain(path)
+        self._known = 0  # lines that are in the sets below
+        self._spends: list[tuple[int, str]] = []
+        self._done: set[tuple[int, str]] = set()
+        self._kinds: set[str] = set()
+        with self._chain.writing() as chain:
+            if not chain.links:
+                chain.append(_first_line(budget, about, randomness))
+        stored, owner = read_budget(self._chain)
+        if stored != budget:
+            raise PrivacyError(f"{path} was opened for {stored}, not {budget}; a budget does not change during a run")
+        if about and owner != about:
+            raise PrivacyError(f"{path} belongs to another configuration ({owner or 'none'}), not to {about}")
+        recorded = read_randomness(self._chain)
+        if randomness and recorded and recorded != randomness:
+            raise PrivacyError(
+                f"{path} was opened for noise from {_SOURCES[recorded]}, not from {_SOURCES[randomness]}; "
+                "start a new run"
+            )
+
+    def spend(self, round_: int, event: events.Event, replay: bool) -> None:
+        """Write down one release, before it happens. `replay`: the same round gives the very same release (seeded)."""
+        text = _text(event)
+        with self._chain.writing() as chain:
+            self._catch_up()
+            if not (replay and (round_, text) in self._done):
+                self._demand_room(round_, event)  # again: another process may have spent since the round began
+                chain.append({"kind": "spend", "round": round_, "event": events.to_json(event), "at": _now()})
+
+    def demand_room(self, round_: int, event: events.Event, replay: bool) -> None:
+        """Refuse to start a round that would pass the budget."""
+        with self._chain.writing() as chain:
+            self._catch_up()
+            if chain.torn:  # its release may have happened or not, so it counts
+                last = max((number for number, _ in self._spends), default=0)
+                body = {"kind": "spend", "round": last + 1, "event": events.to_json(event), "at": _now()}
+                chain.append(body | {"note": _CUT_SHORT})
+            self._catch_up()
+        if not (replay and (round_, _text(event)) in self._done):
+            self._demand_room(round_, event)
+
+    def _demand_room(self, round_: int, event: events.Event) -> None:
+        foreign = next((kind for kind in self._kinds if kind != _text(event)), None)
+        if foreign is not None:
+            raise PrivacyError(f"{self.path} holds a spend of another kind ({foreign}); a run releases only one kind")
+        spent = len(self._spends)
+        if spent >= self._allowed(event):
+            raise PrivacyError(
+                f"the budget is spent: {spent} releases in {self.path} leave no room for round {round_} within "
+                f"epsilon={self.budget.epsilon:g}; start a new run (on these clients it adds to the total)"
+            )
+
+    @functools.cache  # noqa: B019, one ledger lives as long as its run
+    def _allowed(self, event: events.Event) -> int:
+        b = self.budget
+        return accounting.rounds_within(event, b.epsilon, b.delta, b.accountant, b.rounds)
+
+    def spends(self) -> list[tuple[int, events.Event]]:
+        """Return (round, event) of every release, in order."""
+        return read_spends(self._chain.read())
+
+    def epsilon(self) -> float:
+        """Return what all spends together cost, at the budget's delta."""
+        spent = self.spends()
+        if not spent:
+            return 0.0
+        return accounting.epsilon(spent[0][1], len(spent), self.budget.delta, self.budget.accountant)
+
+    def anchor(self) -> dict[str, Any]:
+        """Return the length and last hash, by which others can find out later whether this ledger was cut."""
+        return {"lines": len(self._chain.read()), "head": self._chain.head}
+
+    def _catch_up(self) -> None:
+        for link in self._chain.links[max(self._known, 1) :]:
+            spend = (link.body["round"], json.dumps(link.body["event"], sort_keys=True))
+            self._spends.append(spend)
+            self._done.add(spend)
+            self._kinds.add(spend[1])
+        self._known = len(self._chain.links)
+
+
+class ForeignLedger:
+    """The ledger of a process that releases nothing. Rank 0 keeps it; to use it here is an error."""
+
+    def demand_room(self, round_: int, event: events.Event, replay: bool) -> None:
+        raise _not_ours()
+
+    def spend(self, round_: int, event: events.Event, replay: bool) -> None:
+        raise _not_ours()
+
+    def spends(self) -> list[tuple[int, events.Event]]:
+        raise _not_ours()
+
+    def epsilon(self) -> float:
+        raise _not_ours()
+
+    def anchor(self) -> dict[str, Any]:
+        raise _not_ours()
+
+
+def _not_ours() -> PrivacyError:
+    return PrivacyError("only rank 0 keeps the ledger and releases anything")
+
+
+@dataclass
+class Payment:
+    """The price of one round's release. However often it is settled, the ledger gets one row."""
+
+    ledger: Spending
+    round_: int
+    event: events.Event
+    replay: bool  # the same round gives the very same release (seeded)
+    settled: bool = False
+
+    def settle(self) -> None:
+        """Write the ledger's row, unless it is written. It is on disk when this returns."""
+        if not self.settled:
+            self.ledger.spend(self.round_, self.event, self.replay)
+            self.settled = True
+
+
+def read_budget(chain: Chain) -> tuple[Budget, str]:
+    """Read the budget that a ledger was opened for, and the hash of its configuration."""
+    body = chain.links[0].body if chain.links else {}
+    try:
+        budget = Budget(float(body["epsilon"]), body["delta"], body["accountant"], body["rounds"])
+        return budget, body["about"]
+    except (KeyError, TypeError, ValueError):
+        raise ChainError(f"{chain.path} does not begin with a budget; it is not a ledger of this version") from None
+
+
+def read_randomness(chain: Chain) -> Randomness | None:
+    """Read the source of noise that a ledger names; None for a ledger of version 0.1, which names none."""
+    recorded = chain.links[0].body.get("randomness") if chain.links else None
+    if recorded is not None and recorded not in _SOURCES:
+        raise ChainError(f"{chain.path} names an unknown source of randomness; it is not a ledger of this version")
+    return cast(Randomness | None, recorded)
+
+
+def randomness_of(seed: int | None) -> Randomness:
+    """Return where the noise of a run with this seed comes from."""
+    return "operating system" if seed is None else "seed"
+
+
+def read_spends(links: list[Link]) -> list[tuple[int, events.Event]]:
+    """Read (round, event) of every release, in order; an unknown event is refused."""
+    try:
+        return [(int(link.body["round"]), events.from_json(link.body["event"])) for link in links[1:]]
+    except (KeyError, TypeError, ValueError):
+        raise ChainError("a line of the ledger is no release; it was not written by this version") from None
+
+
+def open_ledger(path: Path) -> Chain:
+    """Open a ledger to read it: whole, or an error that names the first bad line."""
+    chain = Chain(path)
+    if chain.read() and not chain.torn:
+        read_budget(chain)
+        return chain
+    what = "ends in the middle of a line; if its run crashed, fedblur resume mends it" if chain.torn else "is empty"
+    raise ChainError(f"{path} {what}")
+
+
+def demand_anchor(path: Path, anchor: Any, holder: str) -> None:
+    """Refuse a ledger that does not continue the one that `holder` remembers."""
+    if not isinstance(anchor, dict) or {"lines", "head"} - anchor.keys():
+        raise RunError(f"{holder} names no ledger; it was made by an earlier version: start a new run")
+    links = Chain(path).read() if path.exists() else []
+    if len(links) < anchor["lines"] or links[anchor["lines"] - 1].hash != anchor["head"]:
+        raise ChainError(
+            f"{path} is not the ledger that {holder} remembers ({anchor['lines']} lines, {anchor['head'][:12]}…): "
+            "it was cut or replaced, and what was spent is unknown; restore it from a copy"
+        )
+
+
+def _first_line(budget: Budget, about: str, randomness: Randomness | None) -> dict[str, Any]:
+    """Return the budget. Its random id keeps two runs' ledgers apart, even of one configuration in one second."""
+    source = {} if randomness is None else {"randomness": randomness}
+    limit = {**asdict(budget), "epsilon": str(budget.epsilon)}  # JSON has no infinity
+    return {"kind": "budget", "about": about, "id": os.urandom(8).hex(), "at": _now(), **source, **limit}
+
+
+def _text(event: events.Event) -> str:
+    return json.dumps(events.to_json(event), sort_keys=True)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,74 @@
+"""Rounds as metrics of an MLflow run: in RUN/mlflow.db, or where MLFLOW_TRACKING_URI says.
+
+A tracking server is another machine, so `local_only` figures are written to files on this one and never sent there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from fedblur.core.callbacks import Row
+from fedblur.core.errors import ConfigError
+from fedblur.core.files import write_atomically
+from fedblur.report.loggers import figures
+from fedblur.training.run_folder import RunFolder, read_json
+
+EXPERIMENT = "fedblur"
+_LONGEST = 500  # characters of a parameter
+
+
+class MlflowLogger:
+    """One metric for each figure of a round; the settings are the run's parameters."""
+
+    def __init__(self, folder: Path) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # nothing about a private run is told to anyone
+        try:
+            import sqlalchemy  # noqa: F401  # its own store on this machine needs it
+            from mlflow.tracking import MlflowClient
+        except ImportError:
+            raise ConfigError(
+                "--logger mlflow needs MLflow and SQLAlchemy, which are not here; pip install 'fedblur[mlflow]'"
+            ) from None
+        self.folder = folder
+        self.uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(folder / 'mlflow.db').resolve().as_posix()}"
+        scheme = urlsplit(self.uri).scheme
+        self.local = scheme in ("", "file", "sqlite") or len(scheme) == 1  # a drive's letter
+        self._make: Any = MlflowClient
+        self._client: Any = None
+        self._run = ""
+
+    @property
+    def note(self) -> str:
+        held = (
+            "local only: the guarantee does not protect them"
+            if self.local
+            else "another machine: accuracy, loss and ε only, no local_only figures"
+        )
+        return f"MLflow records: {self.uri} ({held})"
+
+    def __call__(self, row: Row) -> None:
+        if self._client is None:
+            self._client = self._make(tracking_uri=self.uri)
+            known = read_json(self.folder / "mlflow.json")  # of a run folder that is resumed
+            self._run = str(known["run"]) if known.get("uri") == self.uri else self._new_run()
+        stage = f"{row['stage']}/" if "stage" in row else ""
+        for name, value in figures(row, self.local).items():
+            self._client.log_metric(self._run, stage + name, value, step=row["round"])
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.set_terminated(self._run, "FINISHED" if RunFolder(self.folder).complete else "KILLED")
+
+    def _new_run(self) -> str:
+        found = self._client.get_experiment_by_name(EXPERIMENT)
+        experiment = found.experiment_id if found else self._client.create_experiment(EXPERIMENT)
+        tags = {"mlflow.runName": self.folder.name, "fedblur.note": self.note}
+        run = str(self._client.create_run(experiment, tags=tags).info.run_id)
+        for key, value in RunFolder(self.folder).resolved().items():
+            self._client.log_param(run, key, json.dumps(value)[:_LONGEST])
+        write_atomically(self.folder / "mlflow.json", json.dumps({"uri": self.uri, "run": run}).encode())
+        return run

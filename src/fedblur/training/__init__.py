@@ -1,0 +1,1 @@
+"""A run: the round, the loop around it, the server's step, checkpoints, the run folder."""

@@ -1,0 +1,242 @@
+"""The loop: rounds, evaluation, checkpoints. In: a configuration. Out: a run folder and a Run. See also `resume.py`.
+
+What is written after each round has been paid for in the ledger first. A run that is killed at any moment goes on from
+its last checkpoint; with a seed it ends with the same bytes as one that was never killed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save
+from torch import nn
+
+from fedblur.core.callbacks import Row, Watcher
+from fedblur.core.config import Config, canonical, from_dict, to_dict
+from fedblur.core.errors import DivergedError, LostRankError, PrivacyError, RoundAborted, RunError, TimeIsUp
+from fedblur.core.files import write_atomically
+from fedblur.data.population import Federation
+from fedblur.engines import suitable_threads
+from fedblur.engines.cohort_sum import Connect
+from fedblur.engines.distributed import Ranks, demand_one_process, together
+from fedblur.learning.evaluation import evaluate, fairness
+from fedblur.learning.module_function import initial_vector, load_vector
+from fedblur.privacy.claim import to_json
+from fedblur.training.checkpoint import Checkpoint, save_checkpoint
+from fedblur.training.checks import check_arguments, note_divergence
+from fedblur.training.machine import Machine
+from fedblur.training.round import client_job, run_round
+from fedblur.training.run_folder import RunFolder, RunSummary, default_folder
+from fedblur.training.server import ServerState, published
+from fedblur.training.setup import Setup, prepare
+from fedblur.training.summary import summarise
+
+__all__ = ["Row", "Run", "Watcher", "train"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run."""
+
+    path: Path  # its folder
+    record: RunSummary  # its summary: accuracy, the privacy claim
+    module: nn.Module  # with the trained weights
+    rounds: list[Row]  # what each round reported
+
+    @property
+    def accuracy(self) -> float:
+        """The accuracy of the final round, never of the best one."""
+        return self.record.accuracy
+
+    @property
+    def loss(self) -> float:
+        """Mean cross-entropy of the final round, in nats."""
+        return self.record.loss
+
+    @property
+    def epsilon(self) -> float:
+        """The ε that the run spent, under its accountant."""
+        return self.record.privacy.epsilon
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """The content of summary.json; `record` is the same with types."""
+        return to_json(self.record)
+
+
+def train(
+    config: Config | None = None,
+    *,
+    out: str | Path | None = None,
+    machine: Machine | None = None,
+    federation: Federation | None = None,
+    module: nn.Module | None = None,
+    watch: Watcher | None = None,
+    tell: Callable[[str], None] | None = None,
+    connect: Connect | None = None,
+) -> Run:
+    """Run a configuration from the start. `federation` and `module` bring your own data and model; `tell` hears which
+    engine computes it and why.
+
+    Under torchrun, call it on every rank: rank 0's configuration and folder count, and all get the same Run. `connect`
+    names who sums the cohorts instead of this process (`flower/nodes.py`).
+    """
+    check_arguments(config, machine, federation, module)
+    config, machine = config or Config(), machine or Machine()
+    with connected(machine, connect) as ranks:
+        if ranks.rank:
+            return assist(ranks, machine, federation, module)
+        folder = RunFolder(Path(out) if out is not None else default_folder(config, federation))
+        with folder.held():
+            own = {"data": federation and federation.name, "model": module and type(module).__name__}  # from Python
+            resolved: dict[str, Any] = json.loads(canonical(to_dict(config)))
+            resolved |= {"own": own} if any(own.values()) else {}
+            if config.voting is not None:
+                demand_one_process(f"method {config.voting.part_name!r}")
+            folder.begin(resolved)
+            if config.voting is not None:
+                run: Run = config.voting.run(config, folder, resolved, machine, federation, module, watch, new=True)
+                return run
+            try:
+                greet(ranks, folder, resolved)
+                setup = prepare(config, folder.ledger, machine, federation, module, connect or ranks.connect, tell=tell)
+                folder.record_engine(setup.source.choice.kind, setup.initial.device.type, setup.source.machine)
+            except BaseException:
+                folder.abandon()  # nothing was released: leave no half-made run behind
+                raise
+            if tell is not None:
+                for line in (setup.header, *(f"caution: {caution}" for caution in setup.cautions)):
+                    tell(line)
+            state = setup.protocol.server.init(setup.initial)
+            if config.averaging is not None:
+                state = config.averaging.init(state)
+            _save(folder, setup, state, resolved)
+            return dismiss(ranks, setup, run_loop(folder, setup, state, resolved, [], watch))
+
+
+def connected(machine: Machine, connect: Connect | None) -> AbstractContextManager[Ranks]:
+    """Connect what torchrun started, unless others sum the cohorts: then this process leads alone."""
+    return nullcontext(Ranks.alone()) if connect else together(machine.torch_device, machine.rank_timeout)
+
+
+def greet(ranks: Ranks, folder: RunFolder, resolved: dict[str, Any]) -> None:
+    """Tell the other ranks what this run is."""
+    ranks.path = str(folder.path)
+    ranks.tell((ranks.path, resolved))
+
+
+def dismiss(ranks: Ranks, setup: Setup, run: Run) -> Run:
+    """Tell the other ranks that the run is complete, and its result."""
+    ranks.tell(None)
+    ranks.tell((run.record, run.rounds, initial_vector(setup.module).cpu()))
+    return run
+
+
+def assist(ranks: Ranks, machine: Machine, federation: Federation | None, module: nn.Module | None) -> Run:
+    """Sum a rank's part of each cohort until rank 0 says that the run is over. Ranks above 0 decide nothing."""
+    ranks.path, resolved = ranks.tell()
+    config = config_of(resolved, federation, module)
+    setup = prepare(config, None, machine, federation, module, ranks.connect)
+    protocol = setup.protocol
+    job = client_job(protocol, protocol.server.init(setup.initial))
+    with suitable_threads(setup.initial.device, protocol.layout.total):
+        while (task := ranks.hear(job, protocol.mechanism)) is not None:
+            rng = setup.rng.child("round", task.release.round_)
+            with suppress(RoundAborted):  # as rank 0 does, which writes it down
+                ranks.add_up(task, rng)
+    record, rows, vector = ranks.tell()
+    load_vector(setup.module, vector.to(setup.initial.device))
+    return Run(Path(ranks.path), record, setup.module.eval(), rows)
+
+
+def config_of(resolved: dict[str, Any], federation: Federation | None, module: nn.Module | None) -> Config:
+    """Read a run's configuration back; what came from Python must be given again."""
+    own = resolved.get("own", {})
+    for what, given in (("data", federation), ("model", module)):
+        if own.get(what) and given is None:
+            raise RunError(
+                f"this run was started from Python with its own {what} ({own[what]}); "
+                "resume it from Python: fedblur.resume(path, federation=..., module=...)"
+            )
+    return from_dict({key: value for key, value in resolved.items() if key != "own"})
+
+
+def run_loop(
+    folder: RunFolder,
+    setup: Setup,
+    state: ServerState,
+    resolved: dict[str, Any],
+    rows: list[Row],
+    watch: Watcher | None,
+) -> Run:
+    config, saved = setup.config, state.round
+    try:
+        with suitable_threads(state.theta.device, setup.protocol.layout.total):
+            while state.round < config.rounds:
+                began = time.perf_counter()
+                result = run_round(setup.protocol, state, setup.rng.child("round", state.round + 1))
+                state = result.state
+                rows.append(_row(setup, state, result.local_only, began))
+                diverged = note_divergence(rows[-1], config, setup.protects)
+                folder.append_round(rows[-1])
+                if state.round % config.checkpoint_every == 0 or state.round == config.rounds:
+                    _save(folder, setup, state, resolved)
+                    saved = state.round
+                if watch is not None:
+                    watch(rows[-1])
+                if diverged and not setup.protects:
+                    raise DivergedError(diverged)
+    except (PrivacyError, DivergedError, LostRankError, TimeIsUp, KeyboardInterrupt):  # keep what has been paid for
+        if state.round > saved:
+            _save(folder, setup, state, resolved)
+        _finish(folder, setup, state, rows)
+        raise
+    return _finish(folder, setup, state, rows)
+
+
+def _row(setup: Setup, state: ServerState, local_only: dict[str, Any], began: float) -> Row:
+    config = setup.config
+    epsilon = accuracy = loss = None
+    if state.round % config.eval_rounds() == 0 or state.round in (1, config.rounds):
+        # A private run paid twice for repeated rounds; a seeded one repeats the same releases.
+        ledger, plan = setup.protocol.ledger, setup.protocol.plan
+        epsilon = ledger.epsilon() if setup.rng.private else plan.epsilon(state.round)
+        accuracy, loss = measure(setup, state)
+    row: Row = {
+        "round": state.round, "epsilon": epsilon, "accuracy": accuracy, "loss": loss,
+        "seconds": round(time.perf_counter() - began, 4), "local_only": local_only,
+    }  # fmt: skip
+    if state.round == config.rounds and not setup.federation.remote:  # whose clients' data stay on their own machines
+        model = setup.protocol.layout.unflatten(published(state, config.averaging))
+        row["local_only"] |= fairness(
+            setup.protocol.forward, model, setup.federation, setup.held_out, config.method, config.test_views
+        )
+    return row
+
+
+def measure(setup: Setup, state: ServerState) -> tuple[float, float]:
+    """Measure accuracy and loss of the published model on held-out data."""
+    config, model = setup.config, setup.protocol.layout.unflatten(published(state, setup.config.averaging))
+    return evaluate(setup.protocol.forward, model, setup.held_out, config.method, config.test_views)
+
+
+def _finish(folder: RunFolder, setup: Setup, state: ServerState, rows: list[Row]) -> Run:
+    vector = published(state, setup.config.averaging).cpu()
+    tensors = {name: tensor.contiguous() for name, tensor in setup.protocol.layout.unflatten(vector).items()}
+    write_atomically(folder.model, save({name: tensor.clone() for name, tensor in tensors.items()}))
+    record = summarise(setup, state, rows, *measure(setup, state))
+    folder.write_summary(record)
+    load_vector(setup.module, vector.to(setup.initial.device))
+    return Run(folder.path, record, setup.module.eval(), rows)
+
+
+def _save(folder: RunFolder, setup: Setup, state: ServerState, resolved: dict[str, Any]) -> None:
+    about = {"config": resolved, **setup.remembered()}
+    save_checkpoint(folder.checkpoints, Checkpoint(state.round, state.tensors(), about))

@@ -1,0 +1,76 @@
+"""Resume: continue a stopped or killed run from its last whole checkpoint.
+
+In: a run folder. Out: the same Run as if it had never stopped, to the byte where it is seeded. Rounds that are repeated
+are paid again unless they are seeded; a configuration, ledger or clients' roles that changed are an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import nn
+
+from fedblur.core.callbacks import Watcher, with_header
+from fedblur.core.config import differences
+from fedblur.core.errors import RunError
+from fedblur.data.population import Federation
+from fedblur.engines.cohort_sum import Connect
+from fedblur.engines.distributed import demand_one_process
+from fedblur.privacy.ledger import demand_anchor
+from fedblur.training.checkpoint import load_newest
+from fedblur.training.checks import check_arguments
+from fedblur.training.loop import Run, assist, config_of, connected, dismiss, greet, run_loop
+from fedblur.training.machine import Machine
+from fedblur.training.run_folder import RunFolder
+from fedblur.training.server import ServerState
+from fedblur.training.setup import demand_same_roles, prepare
+
+
+def resume(
+    path: str | Path,
+    *,
+    machine: Machine | None = None,
+    federation: Federation | None = None,
+    module: nn.Module | None = None,
+    watch: Watcher | None = None,
+    tell: Callable[[str], None] = print,
+    connect: Connect | None = None,
+) -> Run:
+    """Continue a run from its last whole checkpoint. `tell` hears what had to be repaired."""
+    check_arguments(None, machine, federation, module)
+    machine = machine or Machine()
+    folder = RunFolder(path := Path(path))
+    with connected(machine, connect) as ranks:
+        if ranks.rank:
+            return assist(ranks, machine, federation, module)
+        folder.resolved()  # a folder of a run, or an error: none is made here
+        with folder.held():
+            resolved = folder.resolved()
+            checkpoint, notes = load_newest(folder.checkpoints)
+            changed = differences(checkpoint.state["config"], resolved)
+            if changed:
+                what = "; ".join(changed)
+                raise RunError(f"the configuration of {path} was changed ({what}); put it back or start a new run")
+            with folder.reading():
+                config = config_of(resolved, federation, module)
+            demand_anchor(folder.ledger, checkpoint.state.get("ledger"), f"the checkpoint of round {checkpoint.round}")
+            demand_same_roles(checkpoint.state, config, machine, federation)
+            for note in notes:
+                tell(note)
+            if config.voting is not None:
+                demand_one_process(f"method {config.voting.part_name!r}")
+                run: Run = config.voting.run(config, folder, resolved, machine, federation, module, watch, new=False)
+                return run
+            greet(ranks, folder, resolved)
+            machine, connect = machine.as_recorded(folder), connect or ranks.connect
+            setup = prepare(config, folder.ledger, machine, federation, module, connect, tell=tell)
+            tensors = {name: tensor.to(setup.initial.device) for name, tensor in checkpoint.tensors.items()}
+            if tensors["theta"].shape != setup.initial.shape:
+                found, wanted = tensors["theta"].numel(), setup.initial.numel()
+                raise RunError(f"the checkpoint of {path} has {found} parameters, the model {wanted}")
+            state = ServerState.from_tensors(tensors, checkpoint.round)
+            rows = folder.truncate_rounds(checkpoint.round)
+            folder.summary.unlink(missing_ok=True)  # of what was there when the run stopped; wrong from now on
+            watch = with_header(setup.header, tell, watch)
+            return dismiss(ranks, setup, run_loop(folder, setup, state, resolved, rows, watch))

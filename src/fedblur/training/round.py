@@ -1,0 +1,109 @@
+"""THE round. Data flow one way: cohort → clients → sum → noise → ledger → server step → report.
+
+    population → sample a cohort → local training → sparsify → clip → sum + noise → ledger → server step → report
+     data/        privacy/          learning/                     privacy/clipping, mechanisms, ledger       server.py
+
+Everything up to the noisy sum stays inside the trusted boundary; only the noisy sum, divided by a constant, leaves it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fedblur.core.config import LocalTraining
+from fedblur.core.errors import RoundAborted
+from fedblur.core.rng import Rng
+from fedblur.engines import CohortSum, Task
+from fedblur.engines.cohort_sum import Diagnostics
+from fedblur.learning.client import ClientJob
+from fedblur.learning.methods import Method
+from fedblur.learning.module_function import Forward, Layout
+from fedblur.privacy.accounting import PrivacyPlan
+from fedblur.privacy.clipping import Bounding, Message
+from fedblur.privacy.ledger import Payment, Spending
+from fedblur.privacy.mechanisms import Mechanism
+from fedblur.privacy.mechanisms.base import Release
+from fedblur.training.adaptive_clipping import Adaptive
+from fedblur.training.denoise import Denoise
+from fedblur.training.public_mask import Mask
+from fedblur.training.server import Averaging, Server, ServerState
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """The protocol that all rounds of a run have in common."""
+
+    plan: PrivacyPlan
+    sums: CohortSum  # inside the trusted boundary
+    mechanism: Mechanism
+    server: Server
+    averaging: Averaging | None
+    ledger: Spending
+    forward: Forward
+    layout: Layout
+    local: LocalTraining
+    methods: tuple[Method, ...]
+    clip_norm: float  # S, or where adaptive clipping starts
+    bounding: Bounding = "clip"
+    clipping: Adaptive | None = None
+    mask: Mask | None = None
+    denoise: Denoise | None = None
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """The server's new state, and what only a simulation may look at."""
+
+    state: ServerState
+    local_only: dict[str, Any]
+
+
+def run_round(protocol: Protocol, state: ServerState, rng: Rng) -> RoundResult:
+    """Run one round of user-level differentially private federated learning (Algorithm 1, Algorithm 2 at clients)."""
+    round_ = state.round + 1
+    plan, event = protocol.plan, protocol.plan.event()
+    protocol.ledger.demand_room(round_, event, replay=not rng.private)
+
+    cohort = plan.sampler.cohort(rng.child("cohort"))  # P_t: private, it stays here
+    job = client_job(protocol, state)
+    width, bound = job.message.width(protocol.layout.total), job.message.l2_bound(job.clip_norm)
+    release = Release(width, bound, plan.noise_multiplier, len(cohort), state.theta.device, round_)
+    noise = protocol.mechanism.draw(release, rng)  # beside the clients' training: it depends on no data
+    payment = Payment(protocol.ledger, round_, event, replay=not rng.private)
+    try:
+        total, seen = protocol.sums.total(Task(job, protocol.mechanism, release, cohort, payment.settle), rng)
+    except RoundAborted as reason:  # paid for as if it had been released, and not repeated: cohorts stay Poisson
+        payment.settle()
+        nothing = Diagnostics(job.message.vector_width(protocol.layout.total), job.clip_norm)
+        figures = nothing.report(release.noise_std, plan.expected_cohort)
+        return RoundResult(replace(state, round=round_), figures | {"aborted": str(reason)})
+    noisy = protocol.mechanism.release(total, release, noise())
+
+    payment.settle()  # on disk before anything leaves (invariant 6)
+    update, bits = job.message.decode(noisy, protocol.layout.total)
+    mean = update / plan.expected_cohort  # the constant pN, never len(cohort) (invariant 3)
+    noise_std = release.noise_std / plan.expected_cohort
+    if protocol.denoise is not None:
+        mean = protocol.denoise.clean(mean, noise_std, protocol.layout)
+    state = protocol.server.step(state, mean, round_=state.round, rounds=plan.rounds, noise_std=noise_std)
+    if protocol.averaging is not None:
+        state = protocol.averaging.update(state, round_=state.round - 1, rounds=plan.rounds)
+    if protocol.clipping is not None:
+        state = protocol.clipping.update(state, bits, plan.expected_cohort, protocol.clip_norm)
+    return RoundResult(state, seen.report(release.noise_std, plan.expected_cohort))
+
+
+def client_job(protocol: Protocol, state: ServerState) -> ClientJob:
+    """Return what clients are asked to do: the model, and this round's clip norm and support."""
+    start, clip_norm = protocol.layout.unflatten(state.theta), protocol.clip_norm
+    support, bit_weight = None, 0.0
+    if protocol.mask is not None:
+        support = protocol.mask.support(state)
+    if protocol.clipping is not None:
+        clip_norm = protocol.clipping.clip_norm(state, protocol.clip_norm)
+        bit_weight = protocol.clipping.bit_weight(
+            clip_norm, protocol.plan.noise_multiplier, protocol.plan.expected_cohort
+        )
+    message = Message(protocol.bounding, support, bit_weight)
+    return ClientJob(protocol.forward, protocol.layout, start, protocol.local, protocol.methods, clip_norm, message)

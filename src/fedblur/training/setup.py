@@ -1,0 +1,212 @@
+"""Set-up of a protocol from a configuration: data, model, plan, engine, ledger. All is checked before it is spent."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedblur.core.config import Config, config_hash
+from fedblur.core.errors import ConfigError, PrivacyError, RunError
+from fedblur.core.rng import Rng, make_rng
+from fedblur.data.federation import load_federation
+from fedblur.data.population import Federation, Samples
+from fedblur.data.roles import ROLES
+from fedblur.engines import Engine
+from fedblur.engines.cohort_sum import Connect, Source, Wanted
+from fedblur.engines.simulate import simulate
+from fedblur.engines.timing import Work
+from fedblur.learning.client import ClientJob
+from fedblur.learning.models import make_model
+from fedblur.learning.models.fronted import computed_ahead
+from fedblur.learning.module_function import Layout, ModuleFunction, as_function, check_model, initial_vector
+from fedblur.privacy.accounting import PrivacyPlan, make_plan
+from fedblur.privacy.clipping import Message
+from fedblur.privacy.ledger import Budget, ForeignLedger, Ledger, randomness_of
+from fedblur.privacy.mechanisms.base import mechanism_for
+from fedblur.training.checks import cautions, check_fit
+from fedblur.training.machine import Machine
+from fedblur.training.round import Protocol
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run that is ready to start."""
+
+    config: Config
+    federation: Federation
+    module: nn.Module
+    initial: Tensor  # w^0, [d]
+    protocol: Protocol
+    rng: Rng
+    held_out: Samples  # what accuracy is measured on: validation clients or test data, never both
+    source: Source  # of the cohorts' sums
+
+    @property
+    def header(self) -> str:
+        """Return what a run says first."""
+        return f"engine: {self.source.machine}; --engine names another"
+
+    @property
+    def engine(self) -> Engine:
+        """Return where this process simulates clients."""
+        if self.source.engine is None:
+            raise PrivacyError("no client is simulated here: a federation's data stay on its nodes")
+        return self.source.engine
+
+    @property
+    def protects(self) -> bool:
+        """Whether this run's releases are private: noise, and nobody can repeat it."""
+        return self.rng.private and self.protocol.plan.noise_multiplier > 0
+
+    def remembered(self) -> dict[str, Any]:
+        """Return what checkpoints remember, to refuse another ledger and another choice of training clients."""
+        return {"ledger": self.protocol.ledger.anchor(), "roles": ROLES}
+
+    @property
+    def cautions(self) -> list[str]:
+        """Return warnings for valid but suspicious configurations."""
+        return cautions(self.protocol.plan, self.federation.train.clients, self.protocol.layout.total)
+
+
+def prepare(
+    config: Config,
+    ledger: Path | None,
+    machine: Machine,
+    federation: Federation | None = None,
+    module: nn.Module | None = None,
+    connect: Connect = simulate,
+    canaries: int = 0,
+    tell: Callable[[str], None] | None = None,
+) -> Setup:
+    """Check and build everything. `federation` and `module` replace what the configuration names.
+
+    `ledger`: None for a process that releases nothing. `connect`: who sums the cohorts. `canaries`: clients that an
+    audit adds to the population; they count like any other. `tell` hears of work that takes long.
+    """
+    device, rng = machine.torch_device(), make_rng(config.seed)
+    named, half = module is None, machine.half(device)
+    data, module, layout, initial = data_and_model(config, machine, federation, module, rng)
+    trained, data = computed_ahead(module, data, config.method, device, tell)
+    shape, classes = data.train.shape, data.train.classes
+    plan = plan_for(config, data.train.clients + canaries, layout.total)
+    if config.clipping is not None:
+        config.clipping.vector_multiplier(plan.noise_multiplier, plan.expected_cohort)  # refuses before a round
+    forward = as_function(trained, half)
+    if named and all(tensor.requires_grad for tensor in module.parameters()):  # frozen ones differ with the seed
+        forward = _forward(config.model, shape, classes, half, device)
+    start, message = layout.unflatten(initial), Message(config.bounding)
+    job = ClientJob(forward, layout, start, config.local, config.method, config.clip_norm, message)
+    work = Work(job, trained, shape, classes, plan.expected_cohort, config.rounds)
+    private = rng.private and plan.noise_multiplier > 0
+    mechanism = mechanism_for(config, plan.sampler, layout.total)
+    source = connect(Wanted(work, data, plan, device, "bf16" if half else "fp32", private, machine.engine))
+    protocol = Protocol(
+        plan=plan,
+        sums=source.sums,
+        mechanism=mechanism,
+        server=config.server,
+        averaging=config.averaging,
+        ledger=ForeignLedger() if ledger is None else ledger_of(config, plan, ledger),
+        forward=forward,
+        layout=layout,
+        local=config.local,
+        methods=config.method,
+        clip_norm=config.clip_norm,
+        bounding=config.bounding,
+        clipping=config.clipping,
+        mask=config.mask,
+        denoise=config.denoise,
+    )
+    return Setup(config, data, module, initial, protocol, rng, held_out(config, data), source)
+
+
+def data_and_model(
+    config: Config, machine: Machine, federation: Federation | None, module: nn.Module | None, rng: Rng
+) -> tuple[Federation, nn.Module, Layout, Tensor]:
+    """Return the data, and the model on its device with its layout and weights; refuse a model that does not fit."""
+    data, device = federation or load(config, machine), machine.torch_device()
+    shape, classes = data.train.shape, data.train.classes
+    check_fit(config, data, module is None)
+    if module is None:
+        module = make_model(config.model, shape, classes, rng.child("init").seed())
+    check_model(module, shape, classes)
+    layout, initial = Layout.of(module), initial_vector(module).to(device)
+    return data, module.to(device).train(), layout, initial
+
+
+def ledger_of(config: Config, plan: PrivacyPlan, path: Path) -> Ledger:
+    """Open a run's ledger for the budget of its plan."""
+    budget = Budget(plan.epsilon_target, plan.delta, config.accountant, plan.rounds)
+    return Ledger(path, budget, config_hash(config), randomness_of(config.seed))
+
+
+@functools.lru_cache(maxsize=4)
+def _forward(model: Any, shape: tuple[int, ...], classes: int, half: bool, device: torch.device) -> ModuleFunction:
+    """Return a named model as a function, the same object in all runs of a process: they share compiled code.
+
+    Its own weights are never read: a run's come as an argument.
+    """
+    return as_function(make_model(model, shape, classes, seed=0).to(device).train(), half)
+
+
+def load(config: Config, machine: Machine) -> Federation:
+    """Load the configuration's data set, divided into training clients, validation clients and test data."""
+    folder = machine.data_dir or os.environ.get("FEDBLUR_DATA")
+    return _load(
+        config.dataset,
+        config.partition,
+        config.clients,
+        config.validation_share,
+        config.data_seed,
+        Path(folder) if folder else None,
+    )
+
+
+@functools.lru_cache(maxsize=1)  # cells of a table share their data, and dividing them takes seconds
+def _load(
+    dataset: Any, partition: Any, clients: int | None, share: float, seed: int, data_dir: Path | None
+) -> Federation:
+    return load_federation(dataset, partition, clients, share, seed, data_dir)
+
+
+def demand_same_roles(state: dict[str, Any], config: Config, machine: Machine, federation: Federation | None) -> None:
+    """Refuse other roles than before: a run must not change whom it trains on. (Version 0.1 drew them at random.)"""
+    if state.get("roles") != ROLES and (federation or load(config, machine)).by_id:
+        raise RunError(
+            "this run was begun by fedblur 0.1, which chose its training clients in another way; start a new run "
+            "(on these clients it adds to the total)"
+        )
+
+
+def plan_for(config: Config, clients: int, parameters: int) -> PrivacyPlan:
+    """Return the privacy plan over N clients and d parameters, with σ calibrated if ε is given."""
+    sampler = config.sampling.sampler(clients, config.sample_rate)
+    return make_plan(
+        sampler,
+        mechanism_for(config, sampler, parameters),
+        rounds=config.rounds,
+        delta=config.delta,
+        accountant=config.accountant,
+        epsilon=config.epsilon,
+        noise_multiplier=config.noise_multiplier,
+    )
+
+
+def held_out(config: Config, data: Federation) -> Samples:
+    """Return what accuracy is measured on: test data or validation clients, never both."""
+    if config.evaluate == "test":
+        return data.test
+    if data.validation is None:
+        share = config.validation_share
+        raise ConfigError(
+            f"evaluate='validation' but these data have no validation clients; raise validation_share={share:g}: each "
+            "natural client is drawn on its own (data of your own: federation_from_arrays(…, validation_share=0.1))"
+        )
+    return data.validation

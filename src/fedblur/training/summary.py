@@ -1,0 +1,114 @@
+"""Stage 8, report: the summary of a run of rounds, with the claim that it makes. In: its end. Out: a RunSummary."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from fedblur.core.callbacks import Row
+from fedblur.core.config import Config, canonical
+from fedblur.core.plugins import loaded
+from fedblur.core.registry import describe
+from fedblur.core.version import version
+from fedblur.privacy.claim import Claim, why_not_private
+from fedblur.privacy.planning import signal_to_noise
+from fedblur.training.round import Protocol
+from fedblur.training.run_folder import RunSummary
+from fedblur.training.server import ServerState
+from fedblur.training.setup import Setup
+
+
+def summarise(setup: Setup, state: ServerState, rows: list[Row], accuracy: float, loss: float) -> RunSummary:
+    """Return the summary of a run that ended after the round of this state."""
+    config, protocol = setup.config, setup.protocol
+    clipped = [share for row in rows if (share := row["local_only"]["clipped_share"]) is not None]
+    done = state.round == config.rounds
+    return RunSummary(
+        status="complete" if done else f"stopped after {state.round} of {config.rounds} rounds",
+        rounds=state.round,
+        accuracy=accuracy,
+        loss=loss,
+        accuracy_last_10_evaluations=mean_of_last_10(rows),
+        evaluated_on=evaluated_on(config),
+        data=setup.federation.name,
+        data_note=setup.federation.note,
+        clients=setup.federation.train.clients,
+        parameters=protocol.layout.total,
+        sent_coordinates=protocol.mask.kept(protocol.layout.total) if protocol.mask else protocol.layout.total,
+        privacy=claim(setup, state),
+        local_only={"clipped_share": sum(clipped) / len(clipped) if clipped else None},
+        seconds=round(sum(row["seconds"] for row in rows), 2),
+        machine=setup.source.machine,
+        versions=versions(),
+    )
+
+
+def claim(setup: Setup, state: ServerState) -> Claim:
+    """Return what a run of rounds claims (invariant 10)."""
+    config, protocol, plan = setup.config, setup.protocol, setup.protocol.plan
+    vector_plan = plan  # with the noise on the update: a little more where a noisy bit count rides along
+    clip_norm = protocol.clip_norm
+    if protocol.clipping is not None:
+        sigma = protocol.clipping.vector_multiplier(plan.noise_multiplier, plan.expected_cohort)
+        vector_plan = replace(plan, noise_multiplier=sigma)
+        clip_norm = protocol.clipping.clip_norm(state, clip_norm)
+    stated = Claim(
+        warning=warning(setup),
+        cautions=tuple(setup.cautions),
+        epsilon=protocol.ledger.epsilon(),
+        delta=plan.delta,
+        accountant=config.accountant,
+        adjacency=plan.adjacency,
+        sampling=plan.sampler.description,
+        mechanism=canonical(describe(config.mechanism)),
+        noise_multiplier=plan.noise_multiplier,
+        clip_norm=clip_norm,
+        clipping=clipping_rule(protocol),
+        support="all coordinates" if protocol.mask is None else f"public mask {canonical(describe(protocol.mask))}",
+        expected_cohort=plan.expected_cohort,
+        releases=len(protocol.ledger.spends()),
+        ledger=protocol.ledger.anchor(),
+        trust_model=config.mechanism.trust,
+        tuning=untuned(config),
+        signal_to_noise=signal_to_noise(vector_plan, protocol.layout.total),  # a mask cuts both alike
+    )
+    return replace(stated, **setup.source.claims)
+
+
+def warning(setup: Setup) -> str | None:
+    """Return why this run protects nobody; None where it protects its clients."""
+    return why_not_private(setup.rng.private, setup.protocol.plan.noise_multiplier, setup.config.clip_norm)
+
+
+def clipping_rule(protocol: Protocol) -> str:
+    """Say how updates are bounded, and by what."""
+    how = {"clip": "clipped to at most clip_norm", "normalise": "scaled to clip_norm exactly"}[protocol.bounding]
+    if protocol.clipping is None:
+        return how
+    rule = canonical(describe(protocol.clipping))
+    return f"{how}, which started at {protocol.clip_norm:g} and adapts within the same releases: {rule}"
+
+
+def evaluated_on(config: Config) -> str:
+    """Say which data accuracy is of, and how often each sample was looked at."""
+    return config.evaluate if config.test_views == 1 else f"{config.test_views} views of each of the {config.evaluate}"
+
+
+def untuned(config: Config) -> str:
+    """Say that nothing is known about how the settings were chosen."""
+    return f"Settings chosen before this run are not accounted; accuracy was measured on {evaluated_on(config)} data"
+
+
+def mean_of_last_10(rows: Sequence[Row]) -> float | None:
+    """Return the mean accuracy of the last ten evaluations; None where there was none."""
+    measured = [row["accuracy"] for row in rows if row["accuracy"] is not None][-10:]
+    return sum(measured) / len(measured) if measured else None
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of all that computed a run."""
+    own = {f"plugin {name}": digest for name, digest in loaded().items()}
+    return {"fedblur": version(), "torch": torch.__version__, "python": platform.python_version(), **own}
