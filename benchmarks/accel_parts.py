@@ -1,9 +1,11 @@
-"""What each part of accel/ brings on this machine's CPU: CPU time of a round without the part, by that with it.
+"""What each part of accel/ brings: time of a round without the part, by that with it.
 
     python benchmarks/accel_parts.py [--parts …] [--workloads W W-small] [--turns 3]
+    python benchmarks/accel_parts.py --gpu [--parts …] [--workloads cnn gn_cnn resnet18]
 
-Each figure is the least of several turns, with and without alternating in processes of their own, so that it can be
-taken on a machine that also does other work. A part under 1.05 on every workload is not worth its lines.
+On a CPU it is CPU time, the least of several turns, with and without alternating in processes of their own, so that it
+can be taken on a machine that also does other work. On a GPU it is the clock, the median of nine rounds of a process.
+A part under 1.05 on every workload is not worth its lines.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -36,20 +39,31 @@ PARTS = {
     "cpu_layers: flatten": ("fedblur.accel.kernels.cpu_layers", "_flat", "lambda func, *args: func(*args)"),
     "pooled": ("", "FEDBLUR_NATIVE", "off"),
 }
+GPU_PARTS = {
+    "cuda_graph": ("", "FEDBLUR_CUDA_GRAPHS", "off"),
+    "step_pipeline": ("fedblur.accel.compile", "halves", "lambda *_: None"),
+    "dense_update": ("fedblur.accel.compile", "fuse_updates", "lambda graph: None"),
+    "triton_conv_pool": ("fedblur.accel.kernels.fused_layers", "_max_pool", "lambda *_, **__: None"),
+    "relu and dropout": ("fedblur.accel.kernels.fused_layers", "before_relu", "lambda input: None"),
+}
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=[*PARTS], choices=PARTS)
-    parser.add_argument("--workloads", nargs="+", default=["W", "W-small"])
+    parser.add_argument("--gpu", action="store_true", help="measure the parts for GPUs, on this one")
+    parser.add_argument("--parts", nargs="+", choices=[*PARTS, *GPU_PARTS])
+    parser.add_argument("--workloads", nargs="+")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--round", nargs=2, help=argparse.SUPPRESS)  # a process of its own: workload, part or "all"
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.parts = options.parts or [*(GPU_PARTS if options.gpu else PARTS)]
+    options.workloads = options.workloads or (["cnn", "gn_cnn", "resnet18"] if options.gpu else ["W", "W-small"])
+    return options
 
 
 def without(part: str) -> None:
     """Switch a part off in this process, before anything of it is imported elsewhere."""
-    name, attribute, value = PARTS[part]
+    name, attribute, value = (PARTS | GPU_PARTS)[part]
     if not name:
         os.environ[attribute] = value
         return
@@ -80,22 +94,25 @@ def round_time(name: str) -> float:
     return best
 
 
-def in_process(workload: str, part: str) -> float:
-    command = [sys.executable, __file__, "--round", workload, part]
+def gpu_round_time(name: str) -> float:
+    """Return the seconds of a compiled round on this GPU."""
+    import torch
+    from gpu import TASKS, milliseconds, ours
+
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    task = TASKS[name]
+    return milliseconds(ours(task, task.module(), task.population(), "compiled"), 9)[1] / 1e3
+
+
+def in_process(workload: str, part: str, gpu: bool = False) -> float:
+    command = [sys.executable, __file__, "--round", workload, part, *(["--gpu"] if gpu else [])]
     done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{workload} without {part}: {done.stderr[-2000:]}")
     return float(done.stdout.split()[-1])
 
 
-def main() -> None:
-    options = parse()
-    if options.round:
-        workload, part = options.round
-        if part != "all":
-            without(part)
-        print(round_time(workload))
-        return
+def on_cpu(options: argparse.Namespace) -> None:
     print("CPU time of a round without the part, by that with it:")
     for part in options.parts:
         figures = []
@@ -103,7 +120,32 @@ def main() -> None:
             turns = [(in_process(workload, part), in_process(workload, "all")) for _ in range(options.turns)]
             apart, together = (min(times) for times in zip(*turns, strict=True))
             figures.append(f"{workload} {apart / together:.3f}")
-        print(f"  {part:22} {', '.join(figures)}", flush=True)
+        print(f"  {part:24} {', '.join(figures)}", flush=True)
+
+
+def on_gpu(options: argparse.Namespace) -> None:
+    """Compile all variants side by side, which takes minutes; then time them one after another."""
+    for workload in options.workloads:
+        variants = ["all", *options.parts]
+        began = time.perf_counter()
+        with ThreadPoolExecutor(len(variants)) as pool:
+            list(pool.map(lambda part: in_process(workload, part, gpu=True), variants))  # noqa: B023
+        print(f"{workload}: compiled in {time.perf_counter() - began:.0f} s; a round without the part, by one with it:")
+        times = {part: in_process(workload, part, gpu=True) for part in [*variants, "all again"]}
+        together = min(times["all"], times["all again"])
+        for part, seconds in times.items():
+            print(f"  {part:24} {seconds / together:.3f} ({1e3 * seconds:.1f} ms)", flush=True)
+
+
+def main() -> None:
+    options = parse()
+    if not options.round:
+        (on_gpu if options.gpu else on_cpu)(options)
+        return
+    workload, part = options.round
+    if not part.startswith("all"):
+        without(part)
+    print(gpu_round_time(workload) if options.gpu else round_time(workload))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def main() -> None:
     print(f"convolution + ReLU + dropout: {dropped:.1e}")
     from tests.accel.kernels.test_dense_update import SHAPES
     from tests.accel.kernels.test_dense_update import errors as dense_errors
-    from tests.accel.kernels.test_triton_clip import clip_faults
+    from tests.privacy.test_clip_on_device import clip_faults
 
     dense = worst([dense_errors(shape, torch.device("cuda"), torch.bfloat16) for shape in SHAPES])
     print("dense updates (Δ, bf16 weights, Σ Δ²):", [f"{value:.1e}" for value in dense])

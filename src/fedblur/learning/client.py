@@ -21,7 +21,7 @@ from fedblur.learning.batches import Batch, Work, read_batches
 from fedblur.learning.dropout import SeededDropout
 from fedblur.learning.methods import Gradient, Method
 from fedblur.learning.module_function import Forward, Layout, Params, add, add_to, add_where, zeros_for
-from fedblur.privacy.clipping import Bounded, Message, in_one_pass, row_norms
+from fedblur.privacy.clipping import Bounded, Message
 
 
 @dataclass(frozen=True)
@@ -259,6 +259,4 @@ def join_blocks(blocks: list[Block]) -> Block:
 def _norm(delta: Params, lead: int) -> Tensor:
     """Return one l2 norm per client, over all tensors."""
     rows = [tensor.flatten(lead) for tensor in delta.values()]
-    if in_one_pass(rows[0]):
-        return torch.stack([row_norms(values) for values in rows]).square().sum(0).sqrt().float()
     return torch.stack([values.square().sum(-1) for values in rows]).sum(0).sqrt()

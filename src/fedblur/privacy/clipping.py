@@ -22,16 +22,12 @@ clip is at most S. It is one more coordinate of value ± c/2, so that vector and
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
-
-from fedblur.core.accel_switch import accelerated
 
 Bounding = Literal["clip", "normalise"]
 
@@ -117,23 +113,8 @@ class Bounded:
 
 def row_norms(values: Tensor) -> Tensor:
     """Return the norms of [rows, width] over the last dimension, float64."""
-    if in_one_pass(values):
-        from fedblur.accel.kernels import triton_clip
-
-        return triton_clip.row_norms(values)
     norms: Tensor = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float64)
     return norms
-
-
-def in_one_pass(values: Tensor) -> bool:
-    """Return whether the kernels of `triton_clip` can read this."""
-    fits = values.dim() == 2 and values.dtype == torch.float32 and values.stride(1) == 1
-    return values.is_cuda and fits and accelerated() and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def clip_l2(updates: Tensor, clip_norm: float) -> tuple[Bounded, Tensor]:
@@ -142,10 +123,6 @@ def clip_l2(updates: Tensor, clip_norm: float) -> tuple[Bounded, Tensor]:
     factor = torch.clamp(clip_norm * (1 - MARGIN) / norms, max=1.0)  # norm 0 gives inf, clamped to 1
     finite = norms < clip_norm * HUGE  # false for inf and nan
     factors = torch.where(finite, factor, 0.0).to(updates.dtype)
-    if in_one_pass(updates):
-        from fedblur.accel.kernels import triton_clip
-
-        return Bounded(triton_clip.scaled_rows(updates, factors, finite), clip_norm), norms
     scaled = updates * factors[:, None]
     if updates.device.type != "cpu" or not bool(finite.all()):  # asking a GPU would stop it
         scaled = torch.where(finite[:, None], scaled, 0.0)  # 0·nan is nan: a row that is not finite is itself replaced

@@ -3,7 +3,7 @@
     TRITON_INTERPRET=1 python -m tests.accel.kernels.interpreted [PART …]
 
 It runs what the kernels say (places, masks, sums) on a CPU; what a compiler makes of them only a GPU can tell. Prints
-the worst relative errors from float64, and what is wrong with the clip, as JSON.
+the worst relative errors from float64 as JSON.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tests.accel.kernels import test_dense_update, test_triton_clip, test_triton_conv
+from tests.accel.kernels import test_dense_update, test_triton_conv
 
 CPU, FLOAT = torch.device("cpu"), torch.float32
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
@@ -58,16 +58,8 @@ def dense_update() -> float:
     return max(max(new, squares) for new, _, squares in found)
 
 
-def clip() -> list[str]:
-    from fedblur.privacy import clipping
-
-    clipping.in_one_pass = lambda values: True
-    test_triton_clip.SIZES.pop()  # a million values take the interpreter a quarter of a minute
-    return test_triton_clip.clip_faults(CPU)
-
-
 PARTS: dict[str, Callable[[], Any]] = {
-    function.__name__: function for function in (convolutions, pooled, relu_and_dropout, dense_update, clip)
+    function.__name__: function for function in (convolutions, pooled, relu_and_dropout, dense_update)
 }
 
 if __name__ == "__main__":

@@ -107,14 +107,12 @@ def call_convolutions(shapes: list[tuple[Any, ...]]) -> None:
 
 
 def call_others() -> None:
-    from fedblur.accel.kernels import triton_clip, triton_common, triton_dense
+    from fedblur.accel.kernels import triton_common, triton_dense
 
     y = _half(2048, 64, 5, 1, 1)  # the largest block of clients that an engine makes
     triton_common.relu_dropout_grad(y, y, 2.0)
     slope, delta = _half(2, 64, 128).transpose(1, 2), torch.empty(2, 128, 7744)
     triton_dense.update(slope, _half(2, 64, 7744), delta, torch.empty(2), delta[0], operators.TILE)
-    rows = torch.empty(3, 50_000)
-    triton_clip.scaled_rows(rows, triton_clip.row_norms(rows).float(), torch.ones(3, dtype=torch.bool))
 
 
 def _names(path: Path) -> list[str]:

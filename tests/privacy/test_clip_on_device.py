@@ -1,4 +1,4 @@
-"""The clip's kernels against torch's own operations; skipped by name where there is no GPU."""
+"""The clip against float64 on rows of any size and value, on each kind of device; a GPU's is skipped by name."""
 
 import math
 
@@ -7,10 +7,7 @@ import torch
 
 from fedblur.privacy.clipping import clip_l2
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="the clip's kernels need a CUDA device"),
-]
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SIZES = [(1, 1), (3, 2047), (5, 2048), (7, 50_001), (4, 1_200_000)]
 
 
@@ -35,5 +32,6 @@ def clip_faults(device: torch.device) -> list[str]:
     return faults
 
 
-def test_triton_clip__is_the_clip_of_the_cpu() -> None:
-    assert clip_faults(torch.device("cuda")) == []
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, GPU])])
+def test_clip__no_row_is_longer_than_s_on_this_device(device: str) -> None:
+    assert clip_faults(torch.device(device)) == []
