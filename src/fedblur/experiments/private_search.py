@@ -28,7 +28,7 @@ from fedblur.privacy.accounting import calibrate, epsilon, parse_delta
 from fedblur.privacy.claim import Claim, Selection
 from fedblur.privacy.events import Gaussian, PrivateSelection, SelfComposed
 from fedblur.privacy.private_selection import TrialCount
-from fedblur.privacy.root import find_root
+from fedblur.privacy.root_finding import find_root
 from fedblur.training.setup import plan_for
 
 Scoring = Literal["private", "public"]

@@ -26,7 +26,7 @@ from fedblur.core.lazy import Lazy, standing_in
 from fedblur.privacy.events import Event, FixedSizeSampled, Gaussian, PoissonSampled, PrivateSelection, Votes, flatten
 from fedblur.privacy.private_selection import TrialCount, best_of
 from fedblur.privacy.renyi_discrete import Discrete, divergence, poisson_sampled
-from fedblur.privacy.root import find_root
+from fedblur.privacy.root_finding import find_root
 
 
 class Normal:

@@ -26,7 +26,7 @@ from fedblur.privacy.events import (
     Votes,
     flatten,
 )
-from fedblur.privacy.root import find_root
+from fedblur.privacy.root_finding import find_root
 from fedblur.privacy.sampling import Sampler
 
 Accountant = Literal["pld", "rdp"]

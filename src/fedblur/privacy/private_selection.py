@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedblur.core.errors import ConfigError
-from fedblur.privacy.root import find_root
+from fedblur.privacy.root_finding import find_root
 
 Curve = NDArray[np.float64]
 _SMALLEST_LOG_GAMMA = -60.0

@@ -24,7 +24,7 @@ from fedblur.engines.simulate import simulate
 from fedblur.engines.timing import Work
 from fedblur.learning.client import ClientJob
 from fedblur.learning.models import make_model
-from fedblur.learning.models.fronted import computed_ahead
+from fedblur.learning.models.fixed_features import computed_ahead
 from fedblur.learning.module_function import Layout, ModuleFunction, as_function, check_model, initial_vector
 from fedblur.privacy.accounting import PrivacyPlan, make_plan
 from fedblur.privacy.clipping import Message

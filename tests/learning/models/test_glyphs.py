@@ -12,8 +12,8 @@ import fedblur
 from fedblur import federation_from_arrays
 from fedblur.core.errors import ConfigError, ModelError
 from fedblur.core.registry import build
-from fedblur.learning.models import Glyphs, fronted, make_model
-from fedblur.learning.models.fronted import Fronted, computed_ahead
+from fedblur.learning.models import Glyphs, fixed_features, make_model
+from fedblur.learning.models.fixed_features import Fronted, computed_ahead
 from fedblur.learning.models.glyphs import LENGTH, WEIGHTS
 from fedblur.learning.module_function import Layout, initial_vector
 
@@ -55,8 +55,8 @@ def test_glyphs__features_computed_ahead_give_the_same_logits() -> None:
 
 
 def test_glyphs__long_work_ahead_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fronted, "_SILENT", 0.0)
-    monkeypatch.setattr(fronted, "_AT_ONCE", 150)
+    monkeypatch.setattr(fixed_features, "_SILENT", 0.0)
+    monkeypatch.setattr(fixed_features, "_AT_ONCE", 150)
     said: list[str] = []
     computed_ahead(make_model(Glyphs(features=4), (1, 28, 28), 2, seed=0), world(), (), CPU, said.append)
     assert said == ["features, once: 50 % of 300 samples", "features, once: 80 % of 300 samples"]

@@ -12,7 +12,7 @@ import fedblur
 from fedblur import federation_from_arrays
 from fedblur.core.errors import ConfigError, ModelError
 from fedblur.learning.models import Leaves, make_model
-from fedblur.learning.models.fronted import Fronted, computed_ahead
+from fedblur.learning.models.fixed_features import Fronted, computed_ahead
 from fedblur.learning.models.leaves import FAINT, PATCH, THRESHOLD, WEIGHTS
 from fedblur.learning.module_function import Layout, initial_vector
 

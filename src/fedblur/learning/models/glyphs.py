@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fedblur.core.errors import ConfigError, ModelError
 from fedblur.core.registry import register
 from fedblur.learning.models.base import average_to, conv, image_shape, require_side
-from fedblur.learning.models.fronted import stored, with_head
+from fedblur.learning.models.fixed_features import stored, with_head
 from fedblur.learning.models.gn_resnet import Residual
 
 WEIGHTS = Path(__file__).with_name("glyphs.npz")

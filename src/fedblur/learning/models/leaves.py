@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fedblur.core.errors import ConfigError, ModelError
 from fedblur.core.registry import register
 from fedblur.learning.models.base import average_to, image_shape, require_side
-from fedblur.learning.models.fronted import stored, with_head
+from fedblur.learning.models.fixed_features import stored, with_head
 
 WEIGHTS = Path(__file__).with_name("leaves.npz")
 SIDE, PATCH, CELLS = 32, 6, 2

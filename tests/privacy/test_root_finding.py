@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy.optimize import brentq
 
-from fedblur.privacy.root import find_root
+from fedblur.privacy.root_finding import find_root
 
 FUNCTIONS: list[Callable[[float, float], float]] = [
     lambda x, a: math.tanh(5 * (x - a)) + 1e-3 * (x - a),
