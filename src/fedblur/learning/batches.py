@@ -13,6 +13,7 @@ differently for other widths, so one client would change the last bits of all ot
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -53,36 +54,37 @@ def plan_work(
     shard: Shard, ids: Tensor, steps: int, batch_size: int, rng: Rng, device: torch.device | None = None
 ) -> Work:
     """Return the work of these clients; `ids` name their random streams."""
-    largest, width = int(shard.sizes.max()), batch_size
+    known, width = shard.sizes, batch_size
+    smallest, largest = _smallest_and_largest(known)
     seeds = torch.tensor(rng.seeds("client", ids.tolist()), dtype=torch.int64).to(device)
-    sizes, starts = shard.sizes.to(device)[:, None, None], shard.starts.to(device)[:, None, None]
+    sizes, starts = known.to(device)[:, None, None], shard.starts.to(device)[:, None, None]
     # Groups of clients whose sizes differ at most twofold: a huge one must not widen the others' shuffles. Clients that
     # only fill a block need no shuffle: they join the smallest ones, or a group of their own would double the work.
-    smallest = torch.where(shard.sizes > 0, shard.sizes, largest).min()
-    scale = torch.frexp(torch.where(shard.sizes > 0, shard.sizes, smallest).clamp(min=1).double()).exponent.cpu()
-    scales = torch.unique(scale)
-    if len(scales) == 1:
-        plan = _plan_alike(seeds, sizes, steps, width, shard.sizes)
+    if math.frexp(smallest)[1] == math.frexp(largest)[1]:
+        plan = _plan_alike(seeds, sizes, steps, width, smallest, largest)
     else:
+        scale = torch.frexp(torch.where(known > 0, known, smallest).double()).exponent.cpu()
         plan = torch.empty(len(seeds), steps, width, dtype=torch.int64, device=seeds.device)
-        for each in scales:
+        for each in torch.unique(scale):
             members = torch.nonzero(scale == each).flatten()
-            here = members.to(seeds.device)
-            plan[here] = _plan_alike(
-                seeds[here], sizes[here], steps, width, shard.sizes[members.to(shard.sizes.device)]
-            )
+            here, bounds = members.to(seeds.device), _smallest_and_largest(known[members.to(known.device)])
+            plan[here] = _plan_alike(seeds[here], sizes[here], steps, width, *bounds)
     chunks = max(1, -(-largest // width))
     position = torch.arange(chunks * width, device=sizes.device).view(1, chunks, width)
     samples = torch.where(position < sizes, position, -1)
     return Work(torch.where(plan >= 0, plan + starts, -1), torch.where(samples >= 0, samples + starts, -1), seeds)
 
 
-def _plan_alike(seeds: Tensor, sizes: Tensor, steps: int, width: int, known: Tensor) -> Tensor:
-    """Return the plans [clients, steps, width] of clients of like size; `known`: their sizes, cheap to read."""
-    largest = int(known.max())
-    smallest = int(torch.where(known > 0, known, largest).min())  # clients that only fill a block need none
-    epochs = -(-steps // max(1, -(-smallest // width)))  # of the client that has the fewest batches in one
-    shuffled = _shuffles(seeds, sizes, epochs, max(1, largest))
+def _smallest_and_largest(sizes: Tensor) -> tuple[int, int]:
+    """Return the sizes of the smallest client that has samples and of the largest one; 1 where none has any."""
+    largest = int(sizes.max())
+    return max(1, int(torch.where(sizes > 0, sizes, largest).min())), max(1, largest)
+
+
+def _plan_alike(seeds: Tensor, sizes: Tensor, steps: int, width: int, smallest: int, largest: int) -> Tensor:
+    """Return the plans [clients, steps, width] of clients of like size."""
+    epochs = -(-steps // -(-smallest // width))  # of the client that has the fewest batches in one
+    shuffled = _shuffles(seeds, sizes, epochs, largest)
     # Batch q of a client lies in epoch q // (batches in an epoch).
     step = torch.arange(steps, device=shuffled.device)[None, :, None]
     lane = torch.arange(width, device=shuffled.device)[None, None, :]
