@@ -61,7 +61,7 @@ def test_verify__a_ledger_cut_at_the_end_of_any_line_is_found(copy: Path) -> Non
 
 def test_verify__a_forgotten_round_is_found_even_where_nothing_remembers_the_chain(copy: Path) -> None:
     path = copy / "ledger.jsonl"
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-2]))  # the closing line, too
     findings = " ".join(verify(copy))
     assert "1 rounds left results but no release in the ledger, the first is round 12" in findings
     assert "the ledger that the checkpoint of round 12 remembers" in findings
@@ -222,7 +222,7 @@ def test_old_ledger__its_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyP
             raise KeyboardInterrupt
 
     write = ledgers._first_line
-    monkeypatch.setattr(ledgers, "_first_line", lambda budget, about, source: write(budget, about, None))
+    monkeypatch.setattr(ledgers, "_first_line", lambda budget, about, source, subject: write(budget, about, None, None))
     config = Config(rounds=4, noise_multiplier=2.0, sample_rate=0.05, clients=100)
     with pytest.raises(KeyboardInterrupt):
         train(config, out=tmp_path / "run", watch=stop)

@@ -51,7 +51,7 @@ def test_statement__the_json_form_is_recomputed_from_the_ledger(run: Path) -> No
     assert facts["private"] is True
     assert facts["releases"] == 5
     assert facts["delta_times_clients"] == pytest.approx(1)
-    assert facts["ledger"]["lines"] == 6
+    assert facts["ledger"]["lines"] == 7  # the budget, five releases, the closing line
     assert facts["ledger"]["head"] in (run / "ledger.jsonl").read_text()
     assert facts["ledger_findings"] == []
     assert "local_only" not in facts

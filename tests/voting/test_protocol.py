@@ -17,7 +17,7 @@ from fedblur.cli.app import app
 from fedblur.core.errors import PrivacyError, RunError, TimeIsUp
 from fedblur.experiments.table import read_spec, run_table
 from fedblur.privacy.claim import NOISELESS, SEEDED
-from fedblur.privacy.ledger import Ledger, open_ledger
+from fedblur.privacy.ledger import Ledger, open_ledger, read_spends
 from fedblur.training.machine import Machine
 from fedblur.voting import protocol
 from tests.training.test_loop import own_world
@@ -39,7 +39,7 @@ def stop_at(stage: str, round_: int):
 
 
 def spends(path: Path) -> int:
-    return len(open_ledger(path / "ledger.jsonl").links) - 1  # the first line is the budget
+    return len(read_spends(open_ledger(path / "ledger.jsonl").links))
 
 
 def weights(path: Path) -> bytes:

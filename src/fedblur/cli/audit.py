@@ -15,8 +15,8 @@ from fedblur.cli.errors import FOUND
 from fedblur.cli.options import Json, Plugin, Quiet, on_machine
 from fedblur.cli.output import print_json
 from fedblur.core.config import Config, canonical, config_hash, from_dict
-from fedblur.core.errors import ConfigError
-from fedblur.core.files import write_atomically
+from fedblur.core.errors import ConfigError, RunError
+from fedblur.core.files import read_json_if_there, write_atomically
 from fedblur.core.plugins import read_config
 from fedblur.experiments.audit import Audit, Check, Finding, WorstCase, audit, check_isolation, check_worst_case
 from fedblur.experiments.audit.worst_case import worst_case_ticks
@@ -105,8 +105,10 @@ def _one(
     """Return the facts of one audit, `removed`: without noise. What was computed before is read."""
     key = f"{config_hash(config)}-{canaries}-{held_out}{'-no-noise' if removed else ''}"
     path = folder / f"{key}.json"
-    if path.exists():
-        done: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    done = read_json_if_there(path, "delete it to run the audit again")
+    if done is not None:
+        if not {"name", "attacks", "verdict", "noise_removed"} <= done.keys():
+            raise RunError(f"{path} holds no audit; delete it to run the audit again")
         return done
     with bar(name, config.rounds, quiet) as tick:
         found: Audit = audit(

@@ -15,12 +15,13 @@ from fedblur.cli.output import print_json
 from fedblur.core.config import Config, apply_overrides
 from fedblur.core.errors import ConfigError
 from fedblur.experiments.private_search import Search, make_search
-from fedblur.experiments.search_runner import NOTHING, Tuned, load_data, run_search, tune_on_proxy
+from fedblur.experiments.search_runner import Tuned, load_data, run_search, tune_on_proxy
 from fedblur.experiments.table import read_spec
 from fedblur.privacy.private_selection import TrialCount
 from fedblur.report.progress import RunProgress, one_by_one
 from fedblur.report.text import in_short, print_summary
 from fedblur.training.machine import Machine
+from fedblur.training.run_folder import NOTHING
 
 _TRIALS, _ETA, _SCORE = 10.0, 0.0, "private"
 

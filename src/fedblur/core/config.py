@@ -227,11 +227,16 @@ _GAUSSIAN = {"name": "gaussian", "placement": "server"}  # as version 0.1 wrote 
 
 
 def config_hash(config: Config) -> str:
-    """Return twelve hex digits that change when anything that decides the result changes."""
+    """Return twelve hex digits that change when anything that decides the result changes: a name for files."""
+    return config_digest(config)[:12]
+
+
+def config_digest(config: Config) -> str:
+    """Return the whole hash, which nobody can find a second configuration for."""
     hashed = {key: value for key, value in to_dict(config).items() if key not in _LATER or value != _LATER[key]}
     if hashed["mechanism"] == {"name": "gaussian"}:  # as earlier versions wrote it: their results keep their keys
         hashed["mechanism"] = _GAUSSIAN
-    return hashlib.sha256(canonical(hashed).encode()).hexdigest()[:12]
+    return hashlib.sha256(canonical(hashed).encode()).hexdigest()
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

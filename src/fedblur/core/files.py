@@ -1,13 +1,22 @@
-"""Files: atomic writes, locks between processes, and the cache folder."""
+"""Files: the one writer, the one reader, locks between processes, and the cache folder.
+
+All that a run, a table, a search or an audit keeps is written and read here.
+
+    write       all of a file or none of it: a temporary file, fsync, rename, fsync of the folder
+    append      one line at the end of a file of diagnostics
+    read        at most so many bytes, of a regular file; damage is one line that says what to do
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from fedblur.core.errors import RunError
 
@@ -16,19 +25,167 @@ try:
 except ImportError:  # no such locks on Windows: there, keep to one command for each folder
     fcntl = None  # type: ignore[assignment]
 
+MOST_BYTES = 256 * 2**20  # of a JSON file: the largest that we write are a table's results, of a few megabytes
+RESTORE = "restore it from a copy"
+_PRIVATE, _SHARED = 0o600, 0o666  # less what the umask takes away
+_BINARY = getattr(os, "O_BINARY", 0)  # bytes as they are, on Windows too
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write all of the file or none of it, even if the process is killed or the disk is full."""
+
+def write_atomically(path: Path, data: bytes, private: bool = False) -> None:
+    """Write all of the file or none of it, even if the process is killed or the disk is full.
+
+    When this returns, the file and its name are on disk. `private`: only this user may read it.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        try:
+            _write(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, data, private, sync=True)
+            os.replace(temporary, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        sync_folder(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise RunError(f"{path} cannot be written: {error.strerror}; free space or choose another folder") from None
+        raise _cannot(path, "be written", error, "free space or choose another folder") from None
+
+
+def append(path: Path, data: bytes, private: bool = False) -> None:
+    """Append to a file. A kill may leave a part of it: for diagnostics, whose reader skips such a line."""
+    try:
+        _write(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, data, private, sync=False)
+    except OSError as error:
+        raise _cannot(path, "be written", error, "free space and resume") from None
+
+
+def _write(path: Path, flags: int, data: bytes, private: bool, sync: bool) -> None:
+    handle = os.open(path, flags | _BINARY, _PRIVATE if private else _SHARED)
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(handle, rest) :]
+        if sync:
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync a folder: a new file is on disk only when its name is."""
+    with contextlib.suppress(OSError):  # not every file system can
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def make_folder(folder: Path, private: bool = False) -> None:
+    """Make a folder and those above it, unless they are there."""
+    try:
+        folder.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot(folder, "be made", error, "choose another folder") from None
+
+
+def remove(*paths: Path) -> None:
+    """Remove files, if they are there."""
+    for path in paths:
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        except OSError as error:
+            raise _cannot(path, "be removed", error, "remove it by hand") from None
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder and all in it, if it is there; links are removed, never followed."""
+    if not folder.is_symlink() and folder.is_dir():
+        for path in sorted(folder.iterdir()):
+            remove_folder(path)
+        try:
+            os.rmdir(folder)
+        except OSError as error:
+            raise _cannot(folder, "be removed", error, "remove it by hand") from None
+    else:
+        remove(folder)
+
+
+def clear_temporaries(folder: Path) -> None:
+    """Remove what writers left that were killed. Call it under a lock: no other process writes here."""
+    remove(*sorted(path for path in folder.glob(".*.tmp") if path.is_file()))
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES, way_out: str = RESTORE) -> bytes:
+    """Read a regular file of at most so many bytes; a missing one raises FileNotFoundError."""
+    try:
+        handle = os.open(path, os.O_RDONLY | _BINARY | getattr(os, "O_NONBLOCK", 0))  # a pipe must not block
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise _cannot(path, "be read", error, way_out) from None
+    with open(handle, "rb") as file:
+        try:
+            found = os.fstat(handle)
+            if not stat.S_ISREG(found.st_mode):
+                raise RunError(f"{path} cannot be read: it is not a regular file; {way_out}")
+            if found.st_size > most:
+                raise RunError(f"{path} is larger than {most // 2**20} MiB, which fedblur never writes; {way_out}")
+            return file.read()
+        except OSError as error:
+            raise _cannot(path, "be read", error, way_out) from None
+
+
+def parse_json(data: bytes, name: object, way_out: str = RESTORE) -> dict[str, Any]:
+    """Parse a JSON object. `name`: where it was read, for the error."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
+        raise RunError(f"{name} cannot be read: {_reason(error)}; {way_out}") from None
+    if not isinstance(value, dict):
+        raise RunError(f"{name} holds a {type(value).__name__}, where fedblur writes an object; {way_out}")
+    return value
+
+
+def read_json(path: Path, way_out: str = RESTORE) -> dict[str, Any]:
+    """Read a file that holds a JSON object; a missing one raises FileNotFoundError."""
+    return parse_json(read_bytes(path, way_out=way_out), path, way_out)
+
+
+def read_json_if_there(path: Path, way_out: str = RESTORE) -> dict[str, Any] | None:
+    """Read a file that holds a JSON object; None where there is none."""
+    try:
+        return read_json(path, way_out)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Read a file of JSON objects, a line each; return them, and how many lines are damaged. For diagnostics."""
+    try:
+        data = read_bytes(path)
+    except FileNotFoundError:
+        return [], 0
+    found, damaged = [], 0
+    for line in data.split(b"\n"):
+        if line.strip():
+            try:
+                found.append(parse_json(line, path))
+            except RunError:
+                damaged += 1
+    return found, damaged
+
+
+def _reason(error: ValueError | RecursionError) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start} is not UTF-8"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return str(error)
+
+
+def _cannot(path: Path, what: str, error: OSError, way_out: str) -> RunError:
+    return RunError(f"{path} cannot {what}: {error.strerror or error}; {way_out}")
 
 
 def cache_folder() -> Path | None:
@@ -52,7 +209,11 @@ def locked(path: Path) -> Iterator[bool]:
 
     The system releases the lock when the process ends, however it ends: a killed command leaves nothing to clean up.
     """
-    with path.open("ab") as file:
+    try:
+        file = path.open("ab")
+    except OSError as error:
+        raise _cannot(path, "be locked", error, "choose another folder") from None
+    with file:
         try:
             if fcntl is not None:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed when the file is closed

@@ -22,7 +22,7 @@ from torch import nn
 
 from fedblur.core.accel_switch import accelerated
 from fedblur.core.errors import FedBlurError, ModelError
-from fedblur.core.files import cache_folder, write_atomically
+from fedblur.core.files import cache_folder, make_folder, write_atomically
 from fedblur.core.rng import Seeded
 from fedblur.data.population import Packed
 from fedblur.engines.choice import KINDS, Choice, Kind, choose_engine, rule
@@ -86,7 +86,7 @@ def timed_choice(work: Work, device: torch.device) -> Choice:
     choice, words = _faster(seconds, usual)
     if path is not None:
         with contextlib.suppress(OSError, FedBlurError):  # what cannot be kept is timed again
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent, private=True)
             write_atomically(path, json.dumps({"engine": choice, "why": words}).encode())
     return Choice(choice, f"{words}, measured")
 

@@ -21,11 +21,11 @@ from typing import Any
 from fedblur.core.callbacks import Row
 from fedblur.core.config import Config, canonical, config_hash, differences, from_dict, to_dict
 from fedblur.core.errors import FedBlurError, RunError
-from fedblur.core.files import locked, write_atomically
+from fedblur.core.files import locked, make_folder, parse_json, read_bytes, remove, write_atomically
 
 Result = dict[str, Any]
 PACKED = ".jsonl.gz"
-_UNREADABLE = (OSError, EOFError, zlib.error, ValueError)
+_UNREADABLE = (OSError, EOFError, zlib.error, ValueError, RunError)
 _MOST_ROUNDS = 60  # of norms that are kept: enough to draw
 
 
@@ -77,7 +77,7 @@ class Results:
 
     def write(self, key: str, result: Result) -> Result:
         """Keep a finished cell's result; returned as JSON gives it back."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         self.paths[key] = self.folder / f"{key}.json"
         self.found[key] = json.loads(canonical(result))
         write_atomically(self.paths[key], (json.dumps(self.found[key], indent=1) + "\n").encode())
@@ -102,10 +102,10 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _parse(path: Path) -> list[Result]:
-    data = path.read_bytes()
+    data = read_bytes(path)
     if path.name.endswith(PACKED):
-        return [json.loads(line) for line in gzip.decompress(data).splitlines()]
-    return [json.loads(data)]
+        return [parse_json(line, path) for line in gzip.decompress(data).splitlines()]
+    return [parse_json(data, path)]
 
 
 def read_results(path: Path, strict: bool = True) -> list[Result]:
@@ -147,11 +147,11 @@ def pack(folder: Path) -> dict[Path, int]:
                 lines = [json.dumps(result, separators=(",", ":")) + "\n" for result in _by_cell(kept.values())]
                 write_atomically(packed, gzip.compress("".join(lines).encode(), mtime=0))
                 for path in paths:
-                    path.unlink()
+                    remove(path)
                 counts[packed] = len(kept)
             return counts
         finally:
-            lock.unlink()
+            remove(lock)
 
 
 def _by_cell(results: Iterable[Result]) -> list[Result]:

@@ -1,6 +1,7 @@
 """A search that is run (`private_search.py`). In: candidates. Out: a run folder with the winner, and nothing else.
 
-The search is in the ledger before its first trial begins. How many trials there are, their configurations, scores and
+The search is in the ledger before its first trial begins, and the ledger is closed when the winner is out: a closed one
+never releases again. How many trials there are, their configurations, scores and
 models are local only: they lie in a folder of their own, OUT-local-only, which is removed when the winner has been
 released. A search that was stopped continues with the trials that were drawn; a trial that was cut short starts again.
 
@@ -11,7 +12,6 @@ law of the number of trials, and tell about data.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 
 from fedblur.core.config import Config, canonical, config_hash, to_dict
 from fedblur.core.errors import ConfigError, DivergedError, RunError
-from fedblur.core.files import write_atomically
+from fedblur.core.files import make_folder, read_json_if_there, remove_folder, write_atomically
 from fedblur.core.rng import Rng, make_rng
 from fedblur.data.dataset import Generated
 from fedblur.data.population import Federation
@@ -31,16 +31,15 @@ from fedblur.experiments.recipe import configure
 from fedblur.learning.evaluation import accuracy_by_client
 from fedblur.learning.module_function import Layout, as_function, initial_vector
 from fedblur.privacy.claim import Claim, to_json
-from fedblur.privacy.ledger import Budget, Ledger, randomness_of
+from fedblur.privacy.ledger import Budget, Chain, Ledger, close_ledger, randomness_of, read_closing, read_spends
 from fedblur.privacy.mechanisms import rounded_gaussian
 from fedblur.privacy.private_selection import WORDS
 from fedblur.training.loop import Run, Watcher, train
 from fedblur.training.machine import Machine
-from fedblur.training.run_folder import RunFolder, RunSummary
+from fedblur.training.run_folder import NOTHING, RunFolder, RunSummary
 from fedblur.training.setup import load
 
 TrialWatcher = Callable[[Config, int], Watcher | None]
-NOTHING = "nothing released: no trial was drawn"
 _STEP = 2.0**-20  # scores are summed, and their noise is drawn, in multiples of this
 
 
@@ -66,11 +65,8 @@ def run_search(
     """Draw the trials, run them, release the best."""
     demand_one_process("a search")
     folder, local = RunFolder(out), out.with_name(out.name + "-local-only")
-    if folder.summary.exists():
-        raise RunError(
-            f"{out} holds the winner of a search; choose another --out (on these clients it adds to the cost)"
-        )
     with folder.held():
+        _demand_unreleased(folder, local)
         rng = make_rng(search.candidates[0].seed)
         picks = _draw(search, local, rng)
         ledger = _pay(search, out)
@@ -87,29 +83,55 @@ def run_search(
         tuned = Tuned(out, search.epsilon, search.delta, record)
         if record is None:
             write_atomically(folder.summary, (canonical(tuned.summary) + "\n").encode())
-        shutil.rmtree(local)
+            close_ledger(folder.ledger, folder.released())
+        remove_folder(local)
         return tuned
+
+
+def _demand_unreleased(folder: RunFolder, local: Path) -> None:
+    """Refuse a search that has released its winner, or whose trials are gone: new ones would not be paid for."""
+    if not folder.ledger.exists():
+        return
+    chain = Chain(folder.ledger)
+    paid = bool(read_spends(chain.read()) or chain.torn)
+    if read_closing(chain) is not None or folder.summary.exists():
+        remove_folder(local)  # a kill came between the release and this
+        raise RunError(
+            f"{folder.path} holds the winner of a search; choose another --out (on these clients it adds to the cost)"
+        )
+    if paid and not (local / "drawn.json").exists():
+        raise RunError(
+            f"{folder.path} holds a search that was paid for, and {local}, which held its trials, is gone: it cannot "
+            "continue; choose another --out (on these clients it adds to the cost)"
+        )
 
 
 def _draw(search: Search, local: Path, rng: Rng) -> list[int]:
     """Draw each trial's configuration, once: a search that is stopped cannot draw again."""
     path = local / "drawn.json"
-    if path.exists():
-        drawn = json.loads(path.read_text(encoding="utf-8"))
-        if drawn["search"] != search.key:
+    drawn = read_json_if_there(path, "choose another --out (on these clients it adds to the cost)")
+    if drawn is not None:
+        if drawn.get("search") != search.key:
             raise RunError(f"{local} holds another search that was not finished; finish it, or choose another --out")
-        return list(drawn["picks"])
+        picks = drawn.get("picks")
+        if not isinstance(picks, list) or not all(pick in range(len(search.candidates)) for pick in picks):
+            raise RunError(
+                f"{path} does not list the trials; choose another --out (on these clients it adds to the cost)"
+            )
+        return picks
     count = search.count.draw(rng.child("count").keystream().lane(0).words(WORDS))
     uniforms = rng.child("picks").uniform(count)
     picks = [int(u * len(search.candidates)) for u in uniforms]
-    local.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps({"local_only": True, "search": search.key, "picks": picks}).encode())
+    make_folder(local, private=True)
+    write_atomically(
+        path, json.dumps({"local_only": True, "search": search.key, "picks": picks}).encode(), private=True
+    )
     return picks
 
 
 def _pay(search: Search, out: Path) -> Ledger:
     """Write the ledger's row for all trials together, on disk before the first."""
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     budget = Budget(search.epsilon, search.delta, "rdp", rounds=1)
     ledger = Ledger(RunFolder(out).ledger, budget, search.key, randomness_of(search.candidates[0].seed))
     if not ledger.spends():
@@ -133,15 +155,18 @@ class _Trials:
         """Run one trial; its findings stay in its folder."""
         folder, rng = self.local / f"trial-{index}", self.rng.child("trial", index)
         path = folder / "score.json"
-        if path.exists():
-            return float(json.loads(path.read_text(encoding="utf-8"))["score"])
-        shutil.rmtree(folder, ignore_errors=True)
+        kept = read_json_if_there(path, "delete it to run the trial again")
+        if kept is not None:
+            if not isinstance(kept.get("score"), int | float):
+                raise RunError(f"{path} holds no score; delete it to run the trial again")
+            return float(kept["score"])
+        remove_folder(folder)
         config = self.search.candidates[pick]
         if config.seed is not None:
             config = replace(config, seed=rng.child("training").seed())
         run = _train(config, folder, self.machine, self.watch(config, index))
         score = self.score(run, config, rng.child("score"))
-        write_atomically(path, json.dumps({"local_only": True, "score": score}).encode())
+        write_atomically(path, json.dumps({"local_only": True, "score": score}).encode(), private=True)
         return score
 
     def score(self, run: Run | None, config: Config, rng: Rng) -> float:
@@ -184,7 +209,7 @@ def _release(trial: RunSummary, winner: RunFolder, out: RunFolder, stated: Claim
     write_atomically(out.config, winner.config.read_bytes())
     write_atomically(out.model, winner.model.read_bytes())
     write_atomically(out.rounds, "".join(json.dumps(row) + "\n" for row in rows).encode())
-    out.write_summary(summary)
+    out.write_summary(summary)  # closes the ledger
     return summary
 
 
@@ -212,7 +237,7 @@ def tune_on_proxy(
     for index, trial in enumerate(trials):
         folder = RunFolder(out.with_name(out.name + "-proxy") / config_hash(trial))
         if not folder.complete:
-            shutil.rmtree(folder.path, ignore_errors=True)
+            remove_folder(folder.path)
             _train(trial, folder.path, machine, watch(trial, index))
         summary = folder.read_summary()
         scores.append(summary.accuracy if summary and summary.complete else 0.0)

@@ -109,7 +109,7 @@ def run_cells(
         limit.programs.add(program(cell.config))
         watcher = limit.watch(watch(cell, numbers.get(cell.key, 0)))
         try:
-            if folder.checkpoints.exists():
+            if folder.began():
                 run = resume(folder.path, machine=machine, watch=watcher, tell=tell)
             else:
                 run = train(cell.config, out=folder.path, machine=machine, watch=watcher)

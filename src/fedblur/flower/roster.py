@@ -16,7 +16,7 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 
 from fedblur.core.errors import RunError
-from fedblur.core.files import write_atomically
+from fedblur.core.files import read_json_if_there, remove, write_atomically
 
 _PAUSE = 0.5  # seconds
 
@@ -34,10 +34,9 @@ class Roster:
     def wait(self, grid: Grid, clients: int) -> None:
         """Read the roster, or wait until so many nodes are online and write it. The run folder is held."""
         if self.new:
-            self.path.unlink(missing_ok=True)
-        elif self.path.exists():
+            remove(self.path)
+        elif (table := read_json_if_there(self.path, "restore it, or start a new run")) is not None:
             try:
-                table = json.loads(self.path.read_text(encoding="utf-8"))
                 self.nodes, trust = [int(node) for node in table["nodes"]], table["trust"]
             except (ValueError, KeyError, TypeError) as error:
                 raise RunError(f"{self.path} cannot be read: {error}; restore it, or start a new run") from None
@@ -57,5 +56,5 @@ class Roster:
             )
         self.nodes = online
         text = json.dumps({"trust": self.trust, "nodes": [str(node) for node in online]}, indent=2)
-        write_atomically(self.path, f"{text}\n".encode())
+        write_atomically(self.path, f"{text}\n".encode(), private=True)
         log(INFO, "%d nodes are enrolled", len(online))

@@ -5,10 +5,15 @@ that draws fresh noise and repeats a round after a crash pays for it again. A se
 release, which is one release however often it is computed, so its line is not written twice. A line that a crash cut
 short counts as a release.
 
-The first line is the budget and the source of the noise, each other one a release. Checkpoints, the summary and the
-privacy statement hold the chain's last hash, so a ledger that was cut is found as well (`demand_anchor`).
-
     line n:  {"body": {...}, "hash": sha256(hash of line n − 1, body)}
+
+    budget   the first line: the budget, the source of the noise, and what the run is (`Subject`): with it and
+             config.json a stranger recomputes the plan
+    spend    a release
+    close    the digests of what was released: model, summary, rounds. A run that continues adds lines after it
+
+Checkpoints, the summary and the privacy statement hold the chain's last hash, so a ledger that was cut is found as well
+(`demand_anchor`).
 
 Formal guarantees of the chain. A line is accepted only if it is, byte for byte, what `append` writes after the lines
 before it; so any changed, moved, dropped or inserted byte in front of the last line's end is found, except that a file
@@ -30,6 +35,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 from fedblur.core.errors import PrivacyError, RunError
+from fedblur.core.files import sync_folder
 from fedblur.privacy import accounting, events
 
 try:
@@ -83,7 +89,7 @@ class Chain:
             self._file = file
             yield self
         if new:
-            _sync_folder(self.path.parent)
+            sync_folder(self.path.parent)
 
     def append(self, body: Mapping[str, Any]) -> None:
         """Append a line, on disk before this returns. Inside `writing` only. It takes the place of a torn one."""
@@ -91,7 +97,7 @@ class Chain:
         line = _line(link)
         os.lseek(self._file, self._size, os.SEEK_SET)
         if os.write(self._file, line) != len(line):
-            raise OSError("only a part of a line could be written")
+            raise OSError("only a part of a line could be written")  # the disk is full: it is torn, and counts
         os.ftruncate(self._file, self._size + len(line))
         os.fsync(self._file)
         self.links.append(link)
@@ -151,16 +157,6 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
         os.close(file)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Sync the folder: a new file is on disk only when its name is."""
-    with contextlib.suppress(OSError):  # not every file system can
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
 Randomness = Literal["operating system", "seed"]  # where noise and cohorts come from
 _SOURCES: dict[Randomness, str] = {"operating system": "the operating system", "seed": "a seed"}
 _CUT_SHORT = "a line that a crash cut short, counted as a release"
@@ -174,6 +170,17 @@ class Budget:
     delta: float
     accountant: accounting.Accountant
     rounds: int  # planned; never more, even where the accountant would allow one
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a ledger is about: facts of the run that its first line fixes, for a stranger who recomputes the plan."""
+
+    config: str  # the whole hash of the resolved configuration
+    unit: str  # of privacy
+    clients: int  # N
+    noise_multiplier: float  # σ
+    event: dict[str, Any]  # what one round releases, as planned
 
 
 class Spending(Protocol):
@@ -199,20 +206,28 @@ class Ledger:
     """The spends of one run, against its budget.
 
     `about`: the hash of the run's configuration. `randomness`: where noise and cohorts come from; a run that does not
-    say so counts as one that protects nobody wherever runs are composed (`verification.compose`).
+    say so counts as one that protects nobody wherever runs are composed (`verify_ledger.compose`). `subject`: what a
+    new ledger says of its run.
     """
 
-    def __init__(self, path: Path, budget: Budget, about: str = "", randomness: Randomness | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        budget: Budget,
+        about: str = "",
+        randomness: Randomness | None = None,
+        subject: Subject | None = None,
+    ) -> None:
         self.path = path
         self.budget = budget
         self._chain = Chain(path)
-        self._known = 0  # lines that are in the sets below
-        self._spends: list[tuple[int, str]] = []
+        self._known = 0  # lines that are counted below
+        self._spends: list[tuple[int, events.Event]] = []
         self._done: set[tuple[int, str]] = set()
-        self._kinds: set[str] = set()
+        self._kinds: dict[str, events.Event] = {}
         with self._chain.writing() as chain:
             if not chain.links:
-                chain.append(_first_line(budget, about, randomness))
+                chain.append(_first_line(budget, about, randomness, subject))
         stored, owner = read_budget(self._chain)
         if stored != budget:
             raise PrivacyError(f"{path} was opened for {stored}, not {budget}; a budget does not change during a run")
@@ -229,22 +244,25 @@ class Ledger:
         """Write down one release, before it happens. `replay`: the same round gives the very same release (seeded)."""
         text = _text(event)
         with self._chain.writing() as chain:
-            self._catch_up()
+            self._count_torn(chain, event)
             if not (replay and (round_, text) in self._done):
                 self._demand_room(round_, event)  # again: another process may have spent since the round began
-                chain.append({"kind": "spend", "round": round_, "event": events.to_json(event), "at": _now()})
+                chain.append(_spend(round_, event))
 
     def demand_room(self, round_: int, event: events.Event, replay: bool) -> None:
         """Refuse to start a round that would pass the budget."""
         with self._chain.writing() as chain:
-            self._catch_up()
-            if chain.torn:  # its release may have happened or not, so it counts
-                last = max((number for number, _ in self._spends), default=0)
-                body = {"kind": "spend", "round": last + 1, "event": events.to_json(event), "at": _now()}
-                chain.append(body | {"note": _CUT_SHORT})
-            self._catch_up()
+            self._count_torn(chain, event)
         if not (replay and (round_, _text(event)) in self._done):
             self._demand_room(round_, event)
+
+    def _count_torn(self, chain: Chain, event: events.Event) -> None:
+        """Count a line that a crash cut short as a release, which may have happened or not; then read what is new."""
+        self._catch_up()
+        if chain.torn:
+            last = max((number for number, _ in self._spends), default=0)
+            chain.append(_spend(last + 1, event) | {"note": _CUT_SHORT})
+            self._catch_up()
 
     def _demand_room(self, round_: int, event: events.Event) -> None:
         foreign = next((kind for kind in self._kinds if kind != _text(event)), None)
@@ -264,25 +282,36 @@ class Ledger:
 
     def spends(self) -> list[tuple[int, events.Event]]:
         """Return (round, event) of every release, in order."""
-        return read_spends(self._chain.read())
+        self._chain.read()
+        self._catch_up()
+        return [*self._spends]
 
     def epsilon(self) -> float:
         """Return what all spends together cost, at the budget's delta."""
-        spent = self.spends()
-        if not spent:
+        self._chain.read()
+        self._catch_up()
+        if not self._spends:
             return 0.0
-        return accounting.epsilon(spent[0][1], len(spent), self.budget.delta, self.budget.accountant)
+        return accounting.epsilon(self._spends[0][1], len(self._spends), self.budget.delta, self.budget.accountant)
 
     def anchor(self) -> dict[str, Any]:
-        """Return the length and last hash, by which others can find out later whether this ledger was cut."""
-        return {"lines": len(self._chain.read()), "head": self._chain.head}
+        """Return the length and last hash, by which others can find out later whether this ledger was cut.
+
+        Closing lines at the end are left out: they hold a digest of the summary, which holds this.
+        """
+        links = self._chain.read()
+        while links and _kind(links[-1]) == "close":
+            links = links[:-1]
+        return {"lines": len(links), "head": links[-1].hash}
 
     def _catch_up(self) -> None:
         for link in self._chain.links[max(self._known, 1) :]:
-            spend = (link.body["round"], json.dumps(link.body["event"], sort_keys=True))
-            self._spends.append(spend)
-            self._done.add(spend)
-            self._kinds.add(spend[1])
+            if _kind(link) == "spend":
+                round_, text = link.body.get("round"), json.dumps(link.body.get("event"), sort_keys=True)
+                if text not in self._kinds or not isinstance(round_, int):  # events are parsed once for each kind
+                    ((round_, self._kinds[text]),) = read_spends([link])
+                self._spends.append((round_, self._kinds[text]))
+                self._done.add((round_, text))
         self._known = len(self._chain.links)
 
 
@@ -349,12 +378,60 @@ def randomness_of(seed: int | None) -> Randomness:
     return "operating system" if seed is None else "seed"
 
 
-def read_spends(links: list[Link]) -> list[tuple[int, events.Event]]:
-    """Read (round, event) of every release, in order; an unknown event is refused."""
+def read_subject(chain: Chain) -> Subject | None:
+    """Read what a ledger says of its run; None for a search's, and for one of version 0.2, which says nothing."""
+    stored = chain.links[0].body.get("subject") if chain.links else None
+    if stored is None:
+        return None
     try:
-        return [(int(link.body["round"]), events.from_json(link.body["event"])) for link in links[1:]]
+        return Subject(
+            str(stored["config"]), str(stored["unit"]), int(stored["clients"]), float(stored["noise_multiplier"]),
+            dict(stored["event"]),
+        )  # fmt: skip
     except (KeyError, TypeError, ValueError):
+        raise ChainError(f"{chain.path} does not say what it is about; it is not a ledger of this version") from None
+
+
+def read_spends(links: list[Link]) -> list[tuple[int, events.Event]]:
+    """Read (round, event) of every release, in order; an unknown event or line is refused."""
+    try:
+        return [
+            (int(link.body["round"]), events.from_json(link.body["event"])) for link in links if _kind(link) == "spend"
+        ]
+    except (KeyError, TypeError, ValueError, RecursionError):
         raise ChainError("a line of the ledger is no release; it was not written by this version") from None
+
+
+def _kind(link: Link) -> str:
+    kind = link.body.get("kind")
+    if kind not in ("budget", "spend", "close"):
+        raise ChainError(f"the ledger holds a line of an unknown kind ({kind!r}); it was not written by this version")
+    return str(kind)
+
+
+def close_ledger(path: Path, released: Mapping[str, str]) -> None:
+    """Write down the digests of what was released, unless the last line says the same. A torn line counts first."""
+    ledger = Chain(path)
+    with ledger.writing() as chain:
+        if not chain.links:
+            raise ChainError(f"{path} does not begin with a budget; restore it from a copy")
+        if chain.torn and (spent := read_spends(chain.links)):
+            round_, event = spent[-1]
+            chain.append(_spend(round_ + 1, event) | {"note": _CUT_SHORT})
+        last = chain.links[-1].body
+        if last.get("kind") != "close" or last.get("released") != dict(released):
+            chain.append({"kind": "close", "released": dict(released), "at": _now()})
+
+
+def read_closing(chain: Chain) -> dict[str, str] | None:
+    """Read what the closing line holds; None for a ledger that is not closed, or was opened again by a release."""
+    last = chain.links[-1] if chain.links else None
+    if last is None or _kind(last) != "close":
+        return None
+    released = last.body.get("released")
+    if not isinstance(released, dict) or not all(isinstance(value, str) for value in released.values()):
+        raise ChainError(f"{chain.path} ends with a closing line that fedblur did not write; restore it from a copy")
+    return released
 
 
 def open_ledger(path: Path) -> Chain:
@@ -363,7 +440,7 @@ def open_ledger(path: Path) -> Chain:
     if chain.read() and not chain.torn:
         read_budget(chain)
         return chain
-    what = "ends in the middle of a line; if its run crashed, fedblur resume mends it" if chain.torn else "is empty"
+    what = "ends in the middle of a line; if its run crashed, fedblur resume repairs it" if chain.torn else "is empty"
     raise ChainError(f"{path} {what}")
 
 
@@ -379,11 +456,16 @@ def demand_anchor(path: Path, anchor: Any, holder: str) -> None:
         )
 
 
-def _first_line(budget: Budget, about: str, randomness: Randomness | None) -> dict[str, Any]:
+def _first_line(budget: Budget, about: str, randomness: Randomness | None, subject: Subject | None) -> dict[str, Any]:
     """Return the budget. Its random id keeps two runs' ledgers apart, even of one configuration in one second."""
     source = {} if randomness is None else {"randomness": randomness}
+    facts = {} if subject is None else {"subject": asdict(subject)}
     limit = {**asdict(budget), "epsilon": str(budget.epsilon)}  # JSON has no infinity
-    return {"kind": "budget", "about": about, "id": os.urandom(8).hex(), "at": _now(), **source, **limit}
+    return {"kind": "budget", "about": about, "id": os.urandom(8).hex(), "at": _now(), **source, **facts, **limit}
+
+
+def _spend(round_: int, event: events.Event) -> dict[str, Any]:
+    return {"kind": "spend", "round": round_, "event": events.to_json(event), "at": _now()}
 
 
 def _text(event: events.Event) -> str:

@@ -53,7 +53,7 @@ class RunProgress:
             self.accuracy = row["accuracy"]
         if (epsilon := row.get("epsilon")) is not None:
             self.epsilon = epsilon
-        if (share := row["local_only"]["clipped_share"]) is not None:
+        if (share := row["local_only"].get("clipped_share")) is not None:
             self.clipped = share
         fields: dict[str, Any] = {
             "accuracy": "–" if math.isnan(self.accuracy) else f"{100 * self.accuracy:.1f} %",

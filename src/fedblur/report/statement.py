@@ -18,14 +18,14 @@ from typing import Any
 
 from fedblur.core.config import canonical, config_hash, from_dict
 from fedblur.core.errors import RunError
-from fedblur.core.files import write_atomically
+from fedblur.core.files import read_json, write_atomically
 from fedblur.core.registry import build
 from fedblur.privacy.accounting import ACCOUNTANTS, zcdp
 from fedblur.privacy.claim import Claim, Selection, to_json
 from fedblur.privacy.ledger import read_randomness
 from fedblur.report.page import Page, html, render_markdown
 from fedblur.report.text import counted, rounded_up
-from fedblur.training.run_folder import RunFolder, RunSummary, read_json
+from fedblur.training.run_folder import RunFolder, RunSummary
 from fedblur.training.verify_ledger import Books, compose, read_books, unprotected, verify
 
 SEEDED = "not private: seeded noise"
@@ -206,7 +206,7 @@ class Statement:
     def audits(self) -> list[tuple[str, int]]:
         """Return what audits of this configuration found, and with how many canaries."""
         found = [read_json(path) for path in sorted((self.run / "audit").glob("*.json"))]
-        kept = [audit for audit in found if audit and not audit.get("noise_removed")]
+        kept = [audit for audit in found if "attacks" in audit and not audit.get("noise_removed")]
         return [
             (", ".join(f"{name} ε = {attack['epsilon']:.2f}" for name, attack in audit["attacks"].items()),
              audit["canaries"])

@@ -1,7 +1,7 @@
 """Checkpoints: one safetensors file each, with the state as JSON in its header, written atomically.
 
-A file holds a checksum of its own content. The newest two are kept, so that a corrupt one costs a few rounds, not
-the run.
+A file holds a checksum of its own content, its round included. The newest two are kept, so that a corrupt one costs a
+few rounds, not the run.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
 from fedblur.core.errors import RunError
-from fedblur.core.files import write_atomically
+from fedblur.core.files import make_folder, read_bytes, remove, write_atomically
 
 KEEP = 2
+_MOST_BYTES = 2**36  # of a checkpoint
+_FORMAT = 2  # its checksum covers the round
 
 
 @dataclass(frozen=True)
@@ -34,14 +36,13 @@ class Checkpoint:
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     """Write a checkpoint, then drop those beyond the newest two."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()}
-    digest = _digest(tensors, checkpoint.state)
-    header = {"round": checkpoint.round, "state": checkpoint.state, "digest": digest}
+    header = {"format": _FORMAT, "round": checkpoint.round, "state": checkpoint.state}
+    header["digest"] = _digest(tensors, header)
     path = folder / f"round-{checkpoint.round:06d}.safetensors"
     write_atomically(path, save(tensors, metadata={"fedblur": json.dumps(header)}))
-    for old in _newest_first(folder)[KEEP:]:
-        old.unlink(missing_ok=True)
+    remove(*_newest_first(folder)[KEEP:])
     return path
 
 
@@ -51,25 +52,46 @@ def load_newest(folder: Path) -> tuple[Checkpoint, list[str]]:
     kept = _newest_first(folder)
     for path in kept:
         try:
-            with safe_open(path, framework="pt") as file:
-                header = json.loads((file.metadata() or {})["fedblur"])
-                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-            if header["digest"] != _digest(tensors, header["state"]):
-                raise ValueError("its checksum does not match")
-            return Checkpoint(header["round"], tensors, header["state"]), notes
-        except (SafetensorError, ValueError, KeyError, OSError) as error:
-            notes.append(f"{path.name} is corrupt ({str(error)[:80]}); falling back to the checkpoint before it")
+            return _load(path), notes
+        except (SafetensorError, RunError, ValueError, KeyError, TypeError, OSError, RecursionError) as error:
+            reason = " ".join(str(error).split())[:80]
+            notes.append(f"{path.name} is corrupt ({reason}); falling back to the checkpoint before it")
     broken = ", ".join(path.name for path in kept)
     found = f": {broken} cannot be read; restore one from a copy, or" if broken else ";"
     raise RunError(f"{folder} has no usable checkpoint{found} start a new run")
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Return whether a checkpoint was ever written here, whole or not."""
+    return bool(_newest_first(folder))
+
+
+def _load(path: Path) -> Checkpoint:
+    data = read_bytes(path, most=_MOST_BYTES)
+    length = int.from_bytes(data[:8], "little")
+    if not 0 < length <= len(data) - 8:
+        raise ValueError("it is cut short")
+    header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["fedblur"])
+    tensors = load(data)
+    if header["digest"] != _digest(tensors, header):
+        raise ValueError("its checksum does not match")
+    if path.name != f"round-{header['round']:06d}.safetensors":
+        raise ValueError(f"it holds round {header['round']}")
+    return Checkpoint(header["round"], tensors, header["state"])
 
 
 def _newest_first(folder: Path) -> list[Path]:
     return sorted(folder.glob("round-*.safetensors"), reverse=True)
 
 
-def _digest(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> str:
-    digest = hashlib.sha256(json.dumps(state, sort_keys=True).encode())
+def _digest(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
+    """Hash names, types, shapes and content. Version 0.2 hashed the state and the content alone."""
+    if "format" not in header:
+        digest = hashlib.sha256(json.dumps(header["state"], sort_keys=True).encode())
+    else:
+        kinds = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
+        about = [header["format"], header["round"], header["state"], kinds]
+        digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for name in sorted(tensors):
         digest.update(name.encode())
         digest.update(tensors[name].contiguous().numpy().tobytes())

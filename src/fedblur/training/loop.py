@@ -15,13 +15,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save
-from torch import nn
+from torch import Tensor, nn
 
 from fedblur.core.callbacks import Row, Watcher
 from fedblur.core.config import Config, canonical, from_dict, to_dict
 from fedblur.core.errors import DivergedError, LostRankError, PrivacyError, RoundAborted, RunError, TimeIsUp
-from fedblur.core.files import write_atomically
 from fedblur.data.population import Federation
 from fedblur.engines import suitable_threads
 from fedblur.engines.cohort_sum import Connect
@@ -38,12 +36,14 @@ from fedblur.training.server import ServerState, published
 from fedblur.training.setup import Setup, prepare
 from fedblur.training.summary import summarise
 
-__all__ = ["Row", "Run", "Watcher", "train"]
+__all__ = ["SAVED", "Row", "Run", "Watcher", "train"]
+
+SAVED = "progress saved"  # a note on the exception that stopped a run, once all that was paid for is on disk
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run."""
+    """A run that ended."""
 
     path: Path  # its folder
     record: RunSummary  # its summary: accuracy, the privacy claim
@@ -176,7 +176,7 @@ def run_loop(
     rows: list[Row],
     watch: Watcher | None,
 ) -> Run:
-    config, saved = setup.config, state.round
+    config, saved, began_at = setup.config, state.round, state.round
     try:
         with suitable_threads(state.theta.device, setup.protocol.layout.total):
             while state.round < config.rounds:
@@ -193,10 +193,12 @@ def run_loop(
                     watch(rows[-1])
                 if diverged and not setup.protects:
                     raise DivergedError(diverged)
-    except (PrivacyError, DivergedError, LostRankError, TimeIsUp, KeyboardInterrupt):  # keep what has been paid for
-        if state.round > saved:
+    except (PrivacyError, DivergedError, LostRankError, TimeIsUp, KeyboardInterrupt) as reason:
+        if state.round > saved:  # keep what has been paid for
             _save(folder, setup, state, resolved)
-        _finish(folder, setup, state, rows)
+        if state.round > began_at or not folder.summary.exists():
+            _finish(folder, setup, state, rows)
+        reason.add_note(SAVED)
         raise
     return _finish(folder, setup, state, rows)
 
@@ -208,7 +210,7 @@ def _row(setup: Setup, state: ServerState, local_only: dict[str, Any], began: fl
         # A private run paid twice for repeated rounds; a seeded one repeats the same releases.
         ledger, plan = setup.protocol.ledger, setup.protocol.plan
         epsilon = ledger.epsilon() if setup.rng.private else plan.epsilon(state.round)
-        accuracy, loss = measure(setup, state)
+        accuracy, loss = measure(setup, published(state, config.averaging))
     row: Row = {
         "round": state.round, "epsilon": epsilon, "accuracy": accuracy, "loss": loss,
         "seconds": round(time.perf_counter() - began, 4), "local_only": local_only,
@@ -221,17 +223,22 @@ def _row(setup: Setup, state: ServerState, local_only: dict[str, Any], began: fl
     return row
 
 
-def measure(setup: Setup, state: ServerState) -> tuple[float, float]:
-    """Measure accuracy and loss of the published model on held-out data."""
-    config, model = setup.config, setup.protocol.layout.unflatten(published(state, setup.config.averaging))
+def measure(setup: Setup, vector: Tensor) -> tuple[float, float]:
+    """Measure accuracy and loss of a model on held-out data."""
+    config, model = setup.config, setup.protocol.layout.unflatten(vector)
     return evaluate(setup.protocol.forward, model, setup.held_out, config.method, config.test_views)
 
 
 def _finish(folder: RunFolder, setup: Setup, state: ServerState, rows: list[Row]) -> Run:
-    vector = published(state, setup.config.averaging).cpu()
-    tensors = {name: tensor.contiguous() for name, tensor in setup.protocol.layout.unflatten(vector).items()}
-    write_atomically(folder.model, save({name: tensor.clone() for name, tensor in tensors.items()}))
-    record = summarise(setup, state, rows, *measure(setup, state))
+    """Write the model and the summary.
+
+    A run that fell back to an older checkpoint and stopped on its way keeps the later model, and its figures: only what
+    was spent is written again.
+    """
+    layout, vector, round_ = setup.protocol.layout, published(state, setup.config.averaging), state.round
+    if not folder.write_model(layout.unflatten(vector.cpu()), round_):
+        round_, vector = folder.model_round(), layout.flatten(folder.read_model()).to(vector.device)
+    record = summarise(setup, state, round_, rows, *measure(setup, vector))
     folder.write_summary(record)
     load_vector(setup.module, vector.to(setup.initial.device))
     return Run(folder.path, record, setup.module.eval(), rows)

@@ -13,7 +13,8 @@ from torch import nn
 
 from fedblur.core.callbacks import Watcher, with_header
 from fedblur.core.config import differences
-from fedblur.core.errors import RunError
+from fedblur.core.errors import PrivacyError, RunError
+from fedblur.core.files import remove
 from fedblur.data.population import Federation
 from fedblur.engines.cohort_sum import Connect
 from fedblur.engines.distributed import demand_one_process
@@ -24,7 +25,7 @@ from fedblur.training.loop import Run, assist, config_of, connected, dismiss, gr
 from fedblur.training.machine import Machine
 from fedblur.training.run_folder import RunFolder
 from fedblur.training.server import ServerState
-from fedblur.training.setup import demand_same_roles, prepare
+from fedblur.training.setup import Setup, demand_same_roles, prepare
 
 
 def resume(
@@ -44,7 +45,7 @@ def resume(
     with connected(machine, connect) as ranks:
         if ranks.rank:
             return assist(ranks, machine, federation, module)
-        folder.resolved()  # a folder of a run, or an error: none is made here
+        folder.demand_begun()  # or an error: no folder is made here
         with folder.held():
             resolved = folder.resolved()
             checkpoint, notes = load_newest(folder.checkpoints)
@@ -70,7 +71,21 @@ def resume(
                 found, wanted = tensors["theta"].numel(), setup.initial.numel()
                 raise RunError(f"the checkpoint of {path} has {found} parameters, the model {wanted}")
             state = ServerState.from_tensors(tensors, checkpoint.round)
-            rows = folder.truncate_rounds(checkpoint.round)
-            folder.summary.unlink(missing_ok=True)  # of what was there when the run stopped; wrong from now on
+            _demand_budget(folder, setup, state)
+            if folder.model_round() <= state.round and state.round < config.rounds:
+                remove(folder.summary)  # of what was there when the run stopped; wrong from now on
+            rows = folder.truncate_rounds(state.round)
             watch = with_header(setup.header, tell, watch)
             return dismiss(ranks, setup, run_loop(folder, setup, state, resolved, rows, watch))
+
+
+def _demand_budget(folder: RunFolder, setup: Setup, state: ServerState) -> None:
+    """Refuse a run that has rounds left and no budget for them, before anything of it is written."""
+    if state.round == setup.config.rounds:
+        return
+    plan, kept = setup.protocol.plan, folder.model_round()
+    try:
+        setup.protocol.ledger.demand_room(state.round + 1, plan.event(), replay=not setup.rng.private)
+    except PrivacyError as error:
+        later = f"; the model of round {kept} is kept" if kept > state.round else ""
+        raise PrivacyError(f"the last whole checkpoint is of round {state.round}, but {error}{later}") from None

@@ -1,25 +1,61 @@
 """A run folder: config, engine and summary (.json), rounds.jsonl, ledger.jsonl, checkpoints/, model.safetensors.
 
-`RunSummary` is the type of summary.json.
+The folder is a small state machine, and `RunFolder.stage` is the one place that reads it. Every command asks it.
+
+    stage     what lies there                                      what may be done
+    empty     no configuration, no ledger                          run
+    prepared  a configuration; no checkpoint, no release           run, of the same settings: it starts again
+    begun     a checkpoint                                         resume
+    complete  a summary that says so                               resume finishes what a kill left undone: no rounds
+    search    the ledger of a search, perhaps with its winner      tune, of the same search
+    broken    releases, and no checkpoint                          nothing: they count; start a new run elsewhere
+
+A model is never replaced by one of an earlier round. The last line of the ledger of a run that ended holds the digests
+of model, summary and rounds. `RunSummary` is the type of summary.json.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
 
 from fedblur.core.callbacks import RUN_ENDED, Row
 from fedblur.core.config import Config, canonical, differences
 from fedblur.core.errors import ConfigError, RunError
-from fedblur.core.files import locked, write_atomically
+from fedblur.core.files import (
+    append,
+    clear_temporaries,
+    locked,
+    make_folder,
+    read_bytes,
+    read_json,
+    read_json_if_there,
+    read_json_lines,
+    remove,
+    write_atomically,
+)
 from fedblur.data.population import Federation
-from fedblur.privacy.claim import Claim, from_json, to_json
+from fedblur.privacy.claim import Claim, from_json, to_json, why_not_private
+from fedblur.privacy.events import PrivateSelection
+from fedblur.privacy.ledger import Chain, close_ledger, randomness_of, read_randomness, read_spends, read_subject
+from fedblur.training.checkpoint import has_checkpoint
+
+Stage = Literal["empty", "prepared", "begun", "complete", "search", "broken"]
+NOTHING = "nothing released: no trial was drawn"  # the status of a search that ended so
+_MOST_BYTES = 2**36  # of a model
+# Neither what is local only nor times may decide the closing line: whoever guesses them could test the guess there.
+_UNCLOSED = ("local_only", "seconds")
 
 
 class FolderInUse(RunError):
@@ -66,26 +102,67 @@ class RunFolder:
         self.model = path / "model.safetensors"
         self.summary = path / "summary.json"
 
+    # --- what may be done ---
+
+    def stage(self) -> Stage:
+        """Return how far the run has come. Raise a RunError where the ledger is damaged."""
+        spends, torn = [], False
+        if self.ledger.exists():
+            chain = Chain(self.ledger)
+            spends = read_spends(chain.read())
+            torn = bool(chain.torn and chain.links)  # the line of a release that may have happened
+        if any(isinstance(event, PrivateSelection) for _, event in spends):
+            return "search"
+        if self.complete:
+            return "complete"
+        if has_checkpoint(self.checkpoints):
+            return "begun"
+        if spends or torn:
+            return "broken"
+        return "prepared" if self.config.exists() else "empty"
+
+    def began(self) -> bool:
+        """Return whether there is a run to resume. If not, nothing was released: a checkpoint comes first."""
+        return self.stage() in ("begun", "complete")
+
+    def demand_begun(self) -> None:
+        """Refuse to resume what did not begin, and say what to do instead."""
+        self.resolved()
+        stage = self.stage()
+        if stage == "prepared":
+            raise RunError(
+                f"{self.path} ended before its first round; start it again: fedblur run {self.config} --out {self.path}"
+            )
+        if stage == "search":
+            raise RunError(f"{self.path} holds a search; to continue it, run the same fedblur tune again")
+        if stage == "broken":
+            raise RunError(
+                f"{self.path} has releases in its ledger and no checkpoint; restore checkpoints/ from a copy, or start "
+                "a new run with another --out (on these clients it adds to the total)"
+            )
+
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Lock the folder: until the end of the block nobody else writes here."""
         new = not self.path.exists()
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunError(f"{self.path} cannot be made: {error.strerror}; choose another --out") from None
+            make_folder(self.path)
+        except RunError as error:
+            raise RunError(f"{str(error).rpartition(';')[0]}; choose another --out") from None
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise RunError(f"{self.path} is not writable; choose another --out")
         with locked(self.lock) as mine:
             if not mine:
                 raise FolderInUse(f"{self.path} is in use by another process; wait until that ends")
             try:
+                for folder in (self.path, self.checkpoints):
+                    clear_temporaries(folder)
                 yield
             finally:
                 with contextlib.suppress(OSError):  # some systems keep a file that is open
-                    self.lock.unlink()
+                    os.unlink(self.lock)
                     if new:
-                        self.path.rmdir()  # if nothing came of it
+                        os.rmdir(self.path)  # if nothing came of it
 
     def in_use(self) -> bool:
         """Return whether another process writes here now."""
@@ -99,39 +176,45 @@ class RunFolder:
 
         Except a run of these very settings that ended before it began (while its data were loaded): it starts again.
         """
-        if self.ledger.exists() and not self.config.exists():
+        stage = self.stage()
+        if stage == "search" or (self.ledger.exists() and not self.config.exists()):
             raise RunError(f"{self.path} holds a ledger and no run: what a search has spent; choose another --out")
         changed = differences(self.resolved(), json.loads(canonical(resolved))) if self.config.exists() else []
-        if self.config.exists() and (changed or self.began()):
-            what = f"another configuration ({'; '.join(changed)})" if changed else "this very configuration"
-            way_out = "choose another --out" if changed else f"go on with: fedblur resume {self.path}"
-            raise RunError(f"{self.path} holds a run of {what}; {way_out}")
+        if changed:
+            raise RunError(
+                f"{self.path} holds a run of another configuration ({'; '.join(changed)}); choose another --out"
+            )
+        if stage in ("begun", "complete"):
+            raise RunError(
+                f"{self.path} holds a run of this very configuration; go on with: fedblur resume {self.path}"
+            )
+        if stage == "broken":
+            self.demand_begun()
+        self.abandon()
+        remove(self.rounds, self.model, self.summary)  # of a run whose checkpoints and ledger were removed by hand
         write_atomically(self.config, (json.dumps(json.loads(canonical(resolved)), indent=2) + "\n").encode())
 
-    def began(self) -> bool:
-        """Return whether anything was saved. If not, nothing was paid: a checkpoint comes before the first release."""
-        return self.checkpoints.exists() or self.rounds.exists() or self.summary.exists()
-
     def abandon(self) -> None:
-        """Take back what a run wrote that never started; anything else stays, and `held` takes back the folder."""
-        for path in (self.config, self.engine, self.ledger):
-            path.unlink(missing_ok=True)
+        """Take back what a run wrote that never started; anything else stays, and `held` takes back the folder.
+
+        A ledger that holds a release stays, and the configuration that it belongs to. The configuration goes last: a
+        folder that is left half taken back is still `prepared`.
+        """
+        if self.stage() in ("empty", "prepared"):
+            remove(self.ledger, self.engine, self.config)
+
+    # --- what is written ---
 
     def resolved(self) -> dict[str, Any]:
         """Read the configuration that the run was started with."""
         try:
-            table = json.loads(self.config.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+            return read_json(self.config, "restore it or start a new run")
+        except (FileNotFoundError, NotADirectoryError):
             near = self.path if self.path.is_dir() else self.path.parent
             runs = [path.parent for path in near.glob("*/config.json")]
             newest = max(runs, key=lambda run: run.stat().st_mtime, default=None)
             advice = "give a folder that fedblur run has written" if newest is None else f"did you mean {newest}?"
             raise RunError(f"{self.path} is not a run folder: it has no config.json; {advice}") from None
-        except (OSError, ValueError) as error:
-            raise RunError(f"{self.config} cannot be read: {error}; restore it or start a new run") from None
-        if not isinstance(table, dict):
-            raise RunError(f"{self.config} is not the configuration of a run; restore it or start a new run")
-        return table
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -148,61 +231,129 @@ class RunFolder:
 
     def recorded_engine(self, device: str) -> str | None:
         """Return the engine that this run was started with on this kind of device; None if that is not known."""
-        try:
-            record = json.loads(self.engine.read_text(encoding="utf-8"))
-            return str(record["engine"]) if record["device"] == device else None
-        except FileNotFoundError:  # a run from before engines were recorded
+        record = read_json_if_there(self.engine, "delete it to choose again")
+        if record is None:  # a run from before engines were recorded
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RunError(f"{self.engine} cannot be read: {error}; delete it to choose anew") from None
+        if not {"engine", "device"} <= record.keys():
+            raise RunError(f"{self.engine} does not name an engine and a device; delete it to choose again")
+        return str(record["engine"]) if record["device"] == device else None
 
     def append_round(self, row: Row) -> None:
-        """Append one line to rounds.jsonl."""
-        try:
-            with self.rounds.open("a", encoding="utf-8", newline="\n") as file:
-                file.write(json.dumps(row) + "\n")
-        except OSError as error:
-            raise RunError(f"{self.rounds} cannot be written: {error.strerror}; free space and resume") from None
+        """Append one line to rounds.jsonl. It holds diagnostics that must not leave: nobody else may read it."""
+        append(self.rounds, (json.dumps(row) + "\n").encode(), private=True)
 
     def read_rounds(self) -> list[Row]:
-        """Read all whole lines; a line that a crash cut short is left out."""
-        if not self.rounds.exists():
-            return []
-        rows = []
-        for line in self.rounds.read_text(encoding="utf-8").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                break
-        return rows
+        """Read all whole rows; a line that a crash cut short, or that was damaged, is left out."""
+        return [row for row in read_json_lines(self.rounds)[0] if _is_row(row)]  # type: ignore[misc]
 
     def truncate_rounds(self, last: int) -> list[Row]:
         """Forget the rounds after `last`: a resumed run computes them again."""
         rows = [row for row in self.read_rounds() if row["round"] <= last]
-        write_atomically(self.rounds, "".join(json.dumps(row) + "\n" for row in rows).encode())
+        write_atomically(self.rounds, "".join(json.dumps(row) + "\n" for row in rows).encode(), private=True)
         return rows
 
+    def write_model(self, tensors: Mapping[str, Tensor], round_: int) -> bool:
+        """Write the model of this round, unless the one that is there is of a later round. Return whether it did."""
+        if self.model_round() > round_:
+            return False
+        write_atomically(self.model, save({name: tensor.clone() for name, tensor in tensors.items()}, _made(round_)))
+        return True
+
+    def model_round(self) -> int:
+        """Return the round of the model that is there; -1: none, or one of version 0.2 or that cannot be read."""
+        try:
+            data = read_bytes(self.model, most=_MOST_BYTES)
+            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+            return int(json.loads(header["__metadata__"]["fedblur"])["round"])
+        except (OSError, RunError, ValueError, KeyError, TypeError, RecursionError):
+            return -1
+
+    def read_model(self) -> dict[str, Tensor]:
+        """Read the model."""
+        try:
+            return load(read_bytes(self.model, most=_MOST_BYTES))
+        except FileNotFoundError:
+            raise RunError(f"{self.model} is missing; restore it from a copy") from None
+        except (SafetensorError, ValueError, KeyError, RecursionError) as error:
+            raise RunError(f"{self.model} cannot be read: {error}; restore it from a copy") from None
+
+    def stored_summary(self) -> RunSummary | None:
+        """Return summary.json as it lies there; None for a run that has not ended."""
+        table = read_json_if_there(self.summary)
+        if table is None or table.get("status") == NOTHING:
+            return None
+        return from_json(RunSummary, table, self.summary)
+
     def read_summary(self) -> RunSummary | None:
-        """Return summary.json; None for a run that has not ended."""
-        table = read_json(self.summary)
-        return from_json(RunSummary, table, self.summary) if table else None
+        """Return the summary; None for a run that has not ended.
+
+        Warning, N and σ are not believed: they follow from the configuration and the ledger's first line.
+        """
+        summary = self.stored_summary()
+        return None if summary is None else self._derived(summary)
+
+    def _derived(self, summary: RunSummary) -> RunSummary:
+        resolved = read_json_if_there(self.config) or {}
+        chain = Chain(self.ledger)
+        subject, recorded = None, None
+        if self.ledger.exists():
+            chain.read()
+            subject, recorded = read_subject(chain), read_randomness(chain)
+        sigma = summary.privacy.noise_multiplier if subject is None else subject.noise_multiplier
+        seeded = "seed" in (recorded, "seed" in resolved and randomness_of(resolved["seed"]))
+        clip_norm = summary.privacy.clip_norm
+        privacy = replace(
+            summary.privacy, noise_multiplier=sigma, warning=why_not_private(not seeded, sigma, clip_norm)
+        )
+        if subject is None:  # a search, or a run of version 0.2
+            return replace(summary, privacy=privacy)
+        return replace(summary, clients=subject.clients, privacy=replace(privacy, unit=subject.unit))
 
     @property
     def complete(self) -> bool:
         """Whether the run reached its last round; a run that was stopped has a summary too."""
-        summary = self.read_summary()
+        summary = self.stored_summary()
         return summary is not None and summary.complete
 
     def write_summary(self, summary: RunSummary) -> None:
-        """Write summary.json, and what is made from it (the privacy statement).
+        """Write summary.json, close the ledger, and notify those who make something of it (the privacy statement).
 
         A private search's winner gets no statement yet: when it was made would tell how many trials there were.
         """
         text = json.dumps(json.loads(canonical(to_json(summary))), indent=2)
         write_atomically(self.summary, (text + "\n").encode())
+        if self.ledger.exists():
+            close_ledger(self.ledger, self.released())
         if summary.privacy.selection is None:
             for notify in RUN_ENDED:
                 notify(self.path)
+
+    def released(self) -> dict[str, str]:
+        """Return the SHA-256 of the model, and of the summary and the rounds without what must not leave."""
+        model = b""
+        with contextlib.suppress(FileNotFoundError):
+            model = read_bytes(self.model, most=_MOST_BYTES)
+        summary = {
+            key: value for key, value in (read_json_if_there(self.summary) or {}).items() if key not in _UNCLOSED
+        }
+        rows = [{key: value for key, value in row.items() if key not in _UNCLOSED} for row in self.read_rounds()]
+        parts = {"model": model, "summary": canonical(summary).encode(), "rounds": canonical(rows).encode()}
+        return {name: hashlib.sha256(content).hexdigest() for name, content in parts.items()}
+
+
+def _made(round_: int) -> dict[str, str]:
+    return {"fedblur": json.dumps({"round": round_})}
+
+
+def _is_row(row: Mapping[str, Any]) -> bool:
+    """Return whether a line of rounds.jsonl has the form of a row."""
+    numbers = [row.get(key) for key in ("epsilon", "accuracy", "loss", "seconds", "rounds")]
+    return (
+        type(row.get("round")) is int
+        and "accuracy" in row
+        and all(value is None or (isinstance(value, int | float) and value is not True) for value in numbers)
+        and isinstance(row.get("local_only", {}), dict)
+    )
 
 
 def default_folder(config: Config, federation: Federation | None = None) -> Path:
@@ -211,12 +362,3 @@ def default_folder(config: Config, federation: Federation | None = None) -> Path
     stem = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     candidates = [Path(stem), *(Path(f"{stem}-{i}") for i in range(2, 1000))]
     return next(path for path in candidates if not path.exists())
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object; an empty one where there is none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedblur.core.config import Config, config_hash
+from fedblur.core.config import Config, config_digest, config_hash
 from fedblur.core.errors import ConfigError, PrivacyError, RunError
 from fedblur.core.rng import Rng, make_rng
 from fedblur.data.federation import load_federation
@@ -26,9 +26,11 @@ from fedblur.learning.client import ClientJob
 from fedblur.learning.models import make_model
 from fedblur.learning.models.fixed_features import computed_ahead
 from fedblur.learning.module_function import Layout, ModuleFunction, as_function, check_model, initial_vector
+from fedblur.privacy import events
 from fedblur.privacy.accounting import PrivacyPlan, make_plan
+from fedblur.privacy.claim import UNIT
 from fedblur.privacy.clipping import Message
-from fedblur.privacy.ledger import Budget, ForeignLedger, Ledger, randomness_of
+from fedblur.privacy.ledger import Budget, ForeignLedger, Ledger, Subject, randomness_of
 from fedblur.privacy.mechanisms.base import mechanism_for
 from fedblur.training.checks import cautions, check_fit
 from fedblur.training.machine import Machine
@@ -144,7 +146,10 @@ def data_and_model(
 def ledger_of(config: Config, plan: PrivacyPlan, path: Path) -> Ledger:
     """Open a run's ledger for the budget of its plan."""
     budget = Budget(plan.epsilon_target, plan.delta, config.accountant, plan.rounds)
-    return Ledger(path, budget, config_hash(config), randomness_of(config.seed))
+    subject = Subject(
+        config_digest(config), UNIT, plan.sampler.clients, plan.noise_multiplier, events.to_json(plan.event())
+    )
+    return Ledger(path, budget, config_hash(config), randomness_of(config.seed), subject)
 
 
 @functools.lru_cache(maxsize=4)

@@ -21,14 +21,16 @@ from fedblur.training.server import ServerState
 from fedblur.training.setup import Setup
 
 
-def summarise(setup: Setup, state: ServerState, rows: list[Row], accuracy: float, loss: float) -> RunSummary:
-    """Return the summary of a run that ended after the round of this state."""
+def summarise(
+    setup: Setup, state: ServerState, round_: int, rows: list[Row], accuracy: float, loss: float
+) -> RunSummary:
+    """Return the summary of a run that ended at this state, with the model of this round."""
     config, protocol = setup.config, setup.protocol
-    clipped = [share for row in rows if (share := row["local_only"]["clipped_share"]) is not None]
-    done = state.round == config.rounds
+    clipped = [share for row in rows if (share := row.get("local_only", {}).get("clipped_share")) is not None]
+    done = round_ == config.rounds
     return RunSummary(
-        status="complete" if done else f"stopped after {state.round} of {config.rounds} rounds",
-        rounds=state.round,
+        status="complete" if done else f"stopped after {round_} of {config.rounds} rounds",
+        rounds=round_,
         accuracy=accuracy,
         loss=loss,
         accuracy_last_10_evaluations=mean_of_last_10(rows),
@@ -40,7 +42,7 @@ def summarise(setup: Setup, state: ServerState, rows: list[Row], accuracy: float
         sent_coordinates=protocol.mask.kept(protocol.layout.total) if protocol.mask else protocol.layout.total,
         privacy=claim(setup, state),
         local_only={"clipped_share": sum(clipped) / len(clipped) if clipped else None},
-        seconds=round(sum(row["seconds"] for row in rows), 2),
+        seconds=round(sum(row.get("seconds") or 0.0 for row in rows), 2),
         machine=setup.source.machine,
         versions=versions(),
     )

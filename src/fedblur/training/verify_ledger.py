@@ -3,13 +3,15 @@
     chain       every line follows from those before it, byte for byte
     anchors     the newest checkpoint, the summary and the statement remember a part of this very ledger
     owner       the configuration in config.json is the one that the ledger was opened for
+    plan        noise, sampling, δ and rounds are recomputed from config.json and N, and are those of the ledger
     coverage    there is a release for every round that left anything in the folder
+    closing     model, summary and rounds are what the ledger was closed with
     randomness  the ledger, config.json and the summary agree on where the noise came from: the system, or a seed
     budget      the releases are of one kind and within the budget
-    epsilon     recomputed from the events, it is what the summary claims
+    claim       what the summary says of ε, noise, N and warnings is what follows from ledger and configuration
 
-Not found: a folder whose every file was rolled back or rewritten together. There is no secret in a chain; whoever wants
-to rule that out keeps a hash elsewhere (the statement prints it).
+Not found: a folder whose every file was rolled back or rewritten together. There is no secret in a chain. A signature
+(`signature.py`) finds what was rewritten without the operator's key; a seal that was kept elsewhere finds the rest.
 """
 
 from __future__ import annotations
@@ -20,24 +22,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fedblur.core.config import canonical, config_hash, from_dict
+from fedblur.core.config import Config, canonical, config_digest, config_hash, from_dict
 from fedblur.core.errors import ConfigError, FedBlurError, PrivacyError, RunError
+from fedblur.core.files import read_json_if_there
 from fedblur.core.plugins import loaded
-from fedblur.privacy import accounting
-from fedblur.privacy.accounting import ACCOUNTANTS, Accountant
+from fedblur.core.registry import describe
+from fedblur.privacy import accounting, events
+from fedblur.privacy.accounting import ACCOUNTANTS, Accountant, PrivacyPlan
+from fedblur.privacy.claim import UNIT
 from fedblur.privacy.events import Composed, Event, PrivateSelection, SelfComposed
 from fedblur.privacy.ledger import (
     Budget,
     Chain,
+    Subject,
     demand_anchor,
     open_ledger,
     randomness_of,
     read_budget,
+    read_closing,
     read_randomness,
     read_spends,
+    read_subject,
 )
 from fedblur.training.checkpoint import load_newest
-from fedblur.training.run_folder import RunFolder, RunSummary, read_json
+from fedblur.training.run_folder import RunFolder, RunSummary
+from fedblur.training.setup import plan_for
+
+_ALIKE = 1e-3  # relative: another version of an accountant may calibrate σ a little differently
 
 
 @dataclass(frozen=True)
@@ -72,7 +83,7 @@ def read_books(run: Path) -> Books:
     chain = open_ledger(path)
     # A seed in config.json is believed first, then the ledger's first line. A ledger of version 0.1 does not name the
     # source of its noise, and config.json speaks for it.
-    resolved = read_json(chain.path.parent / "config.json")
+    resolved = read_json_if_there(chain.path.parent / "config.json") or {}
     configured = randomness_of(resolved["seed"]) if "seed" in resolved else None
     randomness = configured if configured == "seed" else read_randomness(chain) or configured or "unknown"
     return Books(run, chain, read_budget(chain)[0], read_spends(chain.links), randomness)
@@ -132,21 +143,41 @@ def verify(run: Path) -> list[str]:
     folder = RunFolder(run)
     try:
         books = read_books(run)
-        resolved, summary = folder.resolved(), folder.read_summary()
+        resolved, summary = folder.resolved(), folder.stored_summary()
+        statement = read_json_if_there(folder.path / "statement.json", "make it again with fedblur statement") or {}
+        config = None if books.search else _configuration(folder, summary, resolved)
     except FedBlurError as error:
         return [str(error)]
     checks = (
-        _anchors(folder, books, summary),
-        _owner(folder, books, summary, resolved),
+        _anchors(folder, books, summary, statement),
+        _owner(books, summary, config),
+        _plan(folder, books, summary, config),
         _coverage(folder, books, summary),
-        _secrecy(folder, books, summary),
+        _closing(folder, books, summary),
+        _secrecy(books, summary, statement),
         _budget(books),
         _claim(books, summary),
     )
-    return [finding for check in checks for finding in check]
+    try:
+        return [finding for check in checks for finding in check]
+    except FedBlurError as error:
+        return [str(error)]
 
 
-def _anchors(folder: RunFolder, books: Books, summary: RunSummary | None) -> Iterator[str]:
+def _configuration(folder: RunFolder, summary: RunSummary | None, resolved: dict[str, Any]) -> Config:
+    try:
+        return from_dict({key: value for key, value in resolved.items() if key != "own"})
+    except FedBlurError as error:
+        # Without the user's own parts a run can neither be verified nor be called wrong.
+        made_with = summary.versions if summary else {}
+        needed = [name for key in made_with if (name := key.removeprefix("plugin ")) != key and name not in loaded()]
+        if needed:
+            missing = ", ".join(needed)
+            raise RunError(f"{folder.path} was made with {missing}; give it with --plugin to check the run") from None
+        raise RunError(f"config.json cannot be read: {error}") from None
+
+
+def _anchors(folder: RunFolder, books: Books, summary: RunSummary | None, statement: dict[str, Any]) -> Iterator[str]:
     holders: list[tuple[str, Any]] = []
     try:
         if not books.search:
@@ -154,7 +185,6 @@ def _anchors(folder: RunFolder, books: Books, summary: RunSummary | None) -> Ite
             holders.append((f"the checkpoint of round {checkpoint.round}", checkpoint.state.get("ledger")))
     except RunError as error:
         yield str(error)
-    statement = read_json(folder.path / "statement.json")
     if summary:
         holders.append(("summary.json", summary.privacy.ledger))
     if statement:
@@ -166,26 +196,96 @@ def _anchors(folder: RunFolder, books: Books, summary: RunSummary | None) -> Ite
             yield str(error)
 
 
-def _owner(folder: RunFolder, books: Books, summary: RunSummary | None, resolved: dict[str, Any]) -> Iterator[str]:
+def _owner(books: Books, summary: RunSummary | None, config: Config | None) -> Iterator[str]:
     _, owner = read_budget(books.chain)
-    if books.search:
+    if config is None:
         searched = summary.privacy.selection.search if summary and summary.privacy.selection else None
-        if owner != searched:
+        if summary and owner != searched:
             yield f"the ledger was opened for search {owner or 'none'}, summary.json is of {searched}"
         return
-    try:
-        here = config_hash(from_dict({key: value for key, value in resolved.items() if key != "own"}))
-    except FedBlurError as error:
-        # Without the user's own parts a run can neither be verified nor be called wrong.
-        made_with = summary.versions if summary else {}
-        needed = [name for key in made_with if (name := key.removeprefix("plugin ")) != key and name not in loaded()]
-        if needed:
-            missing = ", ".join(needed)
-            raise RunError(f"{folder.path} was made with {missing}; give it with --plugin to check the run") from None
-        yield f"config.json cannot be read: {error}"
-        return
+    subject = read_subject(books.chain)
+    here = config_hash(config)
     if owner != here:
         yield f"the ledger was opened for configuration {owner or 'none'}, config.json is {here}"
+    elif subject is not None and subject.config != config_digest(config):
+        yield "the ledger's first line is of another configuration than config.json"
+
+
+def replanned(folder: RunFolder, config: Config, subject: Subject, summary: RunSummary | None) -> PrivacyPlan:
+    """Recompute the plan from the configuration, N, and the model's number of parameters."""
+    if config.voting is not None:
+        plan: PrivacyPlan = config.voting.replan(config, subject.clients, events.from_json(subject.event))
+        return plan
+    if folder.model.exists():
+        parameters = sum(tensor.numel() for tensor in folder.read_model().values())
+    else:
+        parameters = load_newest(folder.checkpoints)[0].tensors["theta"].numel()
+    if summary is not None and summary.parameters != parameters:
+        raise RunError(f"summary.json says {summary.parameters} parameters, the model has {parameters}")
+    return plan_for(config, subject.clients, parameters)
+
+
+def _plan(folder: RunFolder, books: Books, summary: RunSummary | None, config: Config | None) -> Iterator[str]:
+    """Check that the ledger's figures follow from the configuration. One of version 0.2 does not state them."""
+    subject = read_subject(books.chain)
+    if config is None or subject is None:
+        return
+    plan = replanned(folder, config, subject, summary)
+    budget = Budget(plan.epsilon_target, plan.delta, config.accountant, plan.rounds)
+    stated = [
+        ("unit", subject.unit, UNIT),
+        ("budget for epsilon", books.budget.epsilon, budget.epsilon),
+        ("delta", books.budget.delta, budget.delta),
+        ("accountant", books.budget.accountant, budget.accountant),
+        ("number of rounds", books.budget.rounds, budget.rounds),
+        ("noise multiplier", subject.noise_multiplier, plan.noise_multiplier),
+        ("planned release", subject.event, events.to_json(plan.event())),
+        ("source of noise", read_randomness(books.chain), randomness_of(config.seed)),
+    ]
+    if config.clients is not None and config.voting is None:
+        stated.append(("number of clients", subject.clients, config.clients))
+    for name, here, there in stated:
+        if not _alike(here, there):
+            yield f"the ledger's {name} is {here}, config.json gives {there}"
+    kinds = {canonical(events.to_json(event)) for _, event in books.spends}
+    if kinds - {canonical(subject.event)}:
+        yield "the ledger holds releases of another kind than its first line planned"
+    if summary is None:
+        return
+    claim = summary.privacy
+    claimed = [
+        ("number of clients", summary.clients, subject.clients),
+        ("unit", claim.unit, subject.unit),
+        ("delta", claim.delta, plan.delta),
+        ("accountant", claim.accountant, config.accountant),
+        ("noise multiplier", claim.noise_multiplier, plan.noise_multiplier),
+        ("expected cohort", claim.expected_cohort, plan.expected_cohort),
+    ]
+    if config.voting is None:
+        claimed += [
+            ("mechanism", claim.mechanism, canonical(describe(config.mechanism))),
+            ("sampling", claim.sampling, plan.sampler.description),
+        ]
+        claimed += [("clip norm", claim.clip_norm, config.clip_norm)] if config.clipping is None else []
+    for name, here, there in claimed:
+        if not _alike(here, there):
+            yield f"summary.json's {name} is {here}, config.json and the ledger give {there}"
+    warning = folder.read_summary()
+    if warning is not None and warning.privacy.warning != claim.warning:
+        yield f"summary.json's warning is {claim.warning!r}, the ledger and config.json say {warning.privacy.warning!r}"
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Return whether two values agree, floats up to what another version's calibration may change."""
+    if isinstance(one, float) or isinstance(other, float):
+        return one == other or (
+            isinstance(one, int | float) and isinstance(other, int | float) and math.isclose(one, other, rel_tol=_ALIKE)
+        )
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return bool(one == other)
 
 
 def _coverage(folder: RunFolder, books: Books, summary: RunSummary | None) -> Iterator[str]:
@@ -198,7 +298,23 @@ def _coverage(folder: RunFolder, books: Books, summary: RunSummary | None) -> It
         yield f"summary.json counts {summary.privacy.releases} releases, the ledger {len(books.spends)}"
 
 
-def _secrecy(folder: RunFolder, books: Books, summary: RunSummary | None) -> Iterator[str]:
+def _closing(folder: RunFolder, books: Books, summary: RunSummary | None) -> Iterator[str]:
+    """Check that what was released is what the ledger was closed with. Ledgers of version 0.2 were not closed."""
+    closing = read_closing(books.chain)
+    if closing is None:
+        if summary and summary.complete and read_subject(books.chain) is not None:
+            yield (
+                "summary.json says that the run is complete, and the ledger has no closing line: it was cut, or the "
+                "run was killed as it ended (fedblur resume closes it)"
+            )
+        return
+    files = {"model": folder.model.name, "summary": folder.summary.name, "rounds": folder.rounds.name}
+    for part, digest in folder.released().items():
+        if closing.get(part) != digest:
+            yield f"{files[part]} is not what the ledger was closed with: it was changed, replaced or removed"
+
+
+def _secrecy(books: Books, summary: RunSummary | None, statement: dict[str, Any]) -> Iterator[str]:
     """Check that a seeded run says so wherever it states a claim: a seed protects nobody."""
     if books.randomness != "seed":
         return
@@ -206,10 +322,10 @@ def _secrecy(folder: RunFolder, books: Books, summary: RunSummary | None) -> Ite
         yield "the ledger says that its noise came from the operating system, config.json has a seed"
     if summary and not summary.privacy.warning:
         yield "summary.json does not say that the noise came from a seed"
-    statement = read_json(folder.path / "statement.json")
-    total = statement.get("total", {}).get("epsilon", {})
-    figures = [float(value) for value in total.values() if value is not None]  # an infinite one is text in JSON
-    if statement.get("runs_composed", 1) > 1 and any(map(math.isfinite, figures)):
+    total = statement.get("total")
+    figures = total.get("epsilon") if isinstance(total, dict) else None
+    infinite = not isinstance(figures, dict) or all(value in (None, "inf") for value in figures.values())
+    if statement.get("runs_composed", 1) != 1 and not infinite:  # infinity is text in JSON
         yield (
             "statement.json adds this run, whose noise came from a seed, to others and gives a finite epsilon; "
             "make it again with fedblur statement"

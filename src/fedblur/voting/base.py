@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from fedblur.core.errors import ConfigError
+from fedblur.core.errors import ConfigError, RunError
 from fedblur.core.rng import Rng
 from fedblur.data.population import Population
+from fedblur.privacy.events import Event, Votes
 
 if TYPE_CHECKING:
+    from fedblur.core.config import Config
     from fedblur.engines.local import EngineName
+    from fedblur.privacy.accounting import PrivacyPlan
     from fedblur.training.loop import Run
 
 
@@ -83,6 +86,17 @@ class Voting:
     def electorate(self, booth: Booth) -> Electorate:
         """Return the voters."""
         raise NotImplementedError
+
+    def replan(self, config: Config, clients: int, event: Event) -> PrivacyPlan:
+        """Recompute the plan of an election by N voters. How many samples were asked about depends on the pool."""
+        from fedblur.voting.release import VoteNoise, plan_votes  # which imports this file
+
+        if not isinstance(event, Votes):
+            raise RunError("the ledger's first line plans no votes, config.json does")
+        for key, planned in (("queries", event.queries), ("checks", event.checks)):
+            if getattr(self, key) not in (None, planned):
+                raise RunError(f"the ledger plans {planned} {key}, config.json says {getattr(self, key)}")
+        return plan_votes(config, clients, VoteNoise(event.queries, event.checks, self.check_noise))
 
     @property
     def run(self) -> Callable[..., Run]:

@@ -7,17 +7,15 @@ a repeated draw would be a second release, and would have to be paid for.
 
 from __future__ import annotations
 
-import shutil
 import time
 from typing import Any
 
 import torch
-from safetensors.torch import save
 from torch import Tensor, nn
 
 from fedblur.core.config import Config
 from fedblur.core.errors import RunError, TimeIsUp
-from fedblur.core.files import write_atomically
+from fedblur.core.files import make_folder, remove, remove_folder
 from fedblur.core.rng import Seeded
 from fedblur.data.population import Federation
 from fedblur.data.roles import ROLES
@@ -27,7 +25,7 @@ from fedblur.learning.module_function import load_vector
 from fedblur.privacy.accounting import adjacency
 from fedblur.privacy.claim import Claim, why_not_private
 from fedblur.training.checkpoint import Checkpoint, load_newest, save_checkpoint
-from fedblur.training.loop import Row, Run, Watcher
+from fedblur.training.loop import SAVED, Row, Run, Watcher
 from fedblur.training.machine import Machine
 from fedblur.training.run_folder import RunFolder, RunSummary
 from fedblur.training.summary import mean_of_last_10, untuned, versions
@@ -61,7 +59,8 @@ def run_election(
     running = _ElectionRun(election, folder, resolved, watch or (lambda row: None))
     if new:
         running.save(Student.at(election.initial), None, {}, 0)
-    folder.summary.unlink(missing_ok=True)  # of a run that was stopped
+    if not folder.complete:
+        remove(folder.summary)  # of a run that was stopped
     with suitable_threads(election.device, election.layout.total):
         return running.run()
 
@@ -86,7 +85,7 @@ class _ElectionRun:
             labels, figures = tensors["labels"], state["local_only"]
         else:
             labels, figures = self._release(self._vote(), student)
-        shutil.rmtree(self.local_only, ignore_errors=True)
+        remove_folder(self.local_only)
         return self._train(student, labels, figures, self.folder.truncate_rounds(checkpoint.round), checkpoint.round)
 
     def save(self, student: Student, labels: Tensor | None, figures: dict[str, Any], round_: int) -> None:
@@ -126,7 +125,7 @@ class _ElectionRun:
         return tally, labels
 
     def _keep(self, tally: Tally, labels: Tensor | None) -> None:
-        self.local_only.mkdir(mode=0o700, exist_ok=True)
+        make_folder(self.local_only, private=True)
         tensors = {"counts": tally.counts, "accuracies": tally.accuracies}
         tensors |= {} if labels is None else {"labels": labels}
         state = {"seconds": self.seconds}
@@ -174,25 +173,27 @@ class _ElectionRun:
                 self.folder.append_round(row)
                 self.save(student, labels, figures, tick)
                 self.report(row)
-        except (TimeIsUp, KeyboardInterrupt):
+        except (TimeIsUp, KeyboardInterrupt) as reason:
             self._finish(student, rows, figures)
+            reason.add_note(SAVED)
             raise
         return self._finish(student, rows, figures)
 
     def _finish(self, student: Student, rows: list[Row], figures: dict[str, Any]) -> Run:
-        """Write the model and the summary. `figures` are local only."""
+        """Write the model and the summary; a model of a later step stays. `figures` are local only."""
         election, pool, layout = self.election, self.election.pool, self.election.layout
         config, planned = election.config, election.settings.student_steps
-        tensors = layout.unflatten(student.theta.cpu())
-        write_atomically(self.folder.model, save({name: tensor.clone() for name, tensor in tensors.items()}))
-        accuracy, loss = evaluate(election.forward, layout.unflatten(student.theta), election.held_out)
+        theta, steps = student.theta, student.steps
+        if not self.folder.write_model(layout.unflatten(theta.cpu()), steps):
+            theta, steps = layout.flatten(self.folder.read_model()).to(theta.device), self.folder.model_round()
+        accuracy, loss = evaluate(election.forward, layout.unflatten(theta), election.held_out)
         needs = (
             f"{election.settings.title} needs a public unlabelled pool of {len(pool)} samples that the other methods "
             f"do not have (from {pool.reserved} reserved clients; {len(pool.voters)} vote)"
         )
-        done = student.steps == planned
+        done = steps == planned
         record = RunSummary(
-            status="complete" if done else f"stopped after {student.steps} of {planned} steps of the student",
+            status="complete" if done else f"stopped after {steps} of {planned} steps of the student",
             rounds=1,  # of communication: everyone votes once
             accuracy=accuracy,
             loss=loss,
@@ -204,11 +205,11 @@ class _ElectionRun:
             parameters=layout.total,
             privacy=claim(election),
             local_only=figures,
-            seconds=round(figures["voting_seconds"] + sum(row["seconds"] for row in rows), 2),
+            seconds=round(figures["voting_seconds"] + sum(row.get("seconds") or 0.0 for row in rows), 2),
             versions=versions(),
         )
         self.folder.write_summary(record)
-        load_vector(election.module, student.theta)
+        load_vector(election.module, theta)
         return Run(self.folder.path, record, election.module.eval(), rows)
 
 

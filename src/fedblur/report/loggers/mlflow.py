@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 from fedblur.core.callbacks import Row
 from fedblur.core.errors import ConfigError
-from fedblur.core.files import write_atomically
+from fedblur.core.files import read_json_if_there, write_atomically
 from fedblur.report.loggers import figures
-from fedblur.training.run_folder import RunFolder, read_json
+from fedblur.training.run_folder import RunFolder
 
 EXPERIMENT = "fedblur"
 _LONGEST = 500  # characters of a parameter
@@ -53,8 +53,9 @@ class MlflowLogger:
     def __call__(self, row: Row) -> None:
         if self._client is None:
             self._client = self._make(tracking_uri=self.uri)
-            known = read_json(self.folder / "mlflow.json")  # of a run folder that is resumed
-            self._run = str(known["run"]) if known.get("uri") == self.uri else self._new_run()
+            known = read_json_if_there(self.folder / "mlflow.json", "delete it") or {}  # of a run that is resumed
+            same = known.get("uri") == self.uri and "run" in known
+            self._run = str(known["run"]) if same else self._new_run()
         stage = f"{row['stage']}/" if "stage" in row else ""
         for name, value in figures(row, self.local).items():
             self._client.log_metric(self._run, stage + name, value, step=row["round"])
