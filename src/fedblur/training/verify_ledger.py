@@ -75,12 +75,17 @@ class Books:
         return spent(self.event(), self.budget.delta, accountant)
 
 
-def read_books(run: Path) -> Books:
-    """Read the ledger of a run folder (or a ledger's own path)."""
+def ledger_path(run: Path) -> Path:
+    """Return the path of a run's ledger; `run` may be that path."""
     path = RunFolder(run).ledger if run.is_dir() else run
     if not path.exists():
         raise RunError(f"{run} has no ledger; give a run folder")
-    chain = open_ledger(path)
+    return path
+
+
+def read_books(run: Path) -> Books:
+    """Read the ledger of a run folder (or a ledger's own path)."""
+    chain = open_ledger(ledger_path(run))
     # A seed in config.json is believed first, then the ledger's first line. A ledger of version 0.1 does not name the
     # source of its noise, and config.json speaks for it.
     resolved = read_json_if_there(chain.path.parent / "config.json") or {}
