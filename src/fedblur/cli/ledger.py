@@ -16,6 +16,7 @@ from fedblur.cli.options import Json, Plugin
 from fedblur.cli.output import print_json
 from fedblur.core.config import canonical
 from fedblur.core.errors import ConfigError, RunError
+from fedblur.core.files import read_bytes, write_atomically
 from fedblur.privacy import events
 from fedblur.privacy.accounting import ACCOUNTANTS
 from fedblur.privacy.ledger import open_ledger
@@ -28,6 +29,8 @@ _SECRECY = {
     "seed": "; not private: seeded noise (ε is that of the same run with secret noise)",
     "unknown": "; where its noise came from is not recorded",
 }
+
+_LONGEST_PATH = 4096
 
 app = typer.Typer(no_args_is_help=True, help="Show what runs have spent; sign, seal and verify their ledgers.")
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")]
@@ -87,7 +90,9 @@ def verify_(
     ] = None,
     sealed: Annotated[
         str | None,
-        typer.Option("--seal", help="What fedblur ledger seal printed: the ledger must be that one, or continue it."),
+        typer.Option(
+            "--seal", help="What fedblur ledger seal printed, or the file with it: the ledger must be that one."
+        ),
     ] = None,
     plugin: Plugin = None,
     json_: Json = False,
@@ -124,22 +129,32 @@ def _outside(run: Path, key: Path | None, sealed: str | None) -> list[str]:
         return []
     try:
         chain = open_ledger(ledger_path(run))
-        return [*(check_signature(chain, key) if key else []), *(check_seal(chain, sealed) if sealed else [])]
+        return [*(check_signature(chain, key) if key else []), *(check_seal(chain, _seal_in(sealed)) if sealed else [])]
     except ConfigError:  # of the key or the seal that was given
         raise
     except RunError as error:
         return [str(error)]
 
 
+def _seal_in(text: str) -> str:
+    """Return the seal that was given, or is in the file that was given."""
+    path = Path(text)
+    return read_bytes(path).decode("utf-8", "replace") if len(text) < _LONGEST_PATH and path.is_file() else text
+
+
 @app.command("key")
 def key_(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write the private key; FILE.pub is public.")],
+    json_: Json = False,
 ) -> None:
     """Make an Ed25519 key to sign ledgers with. Keep the private one away from those who run the training.
 
     Example: `fedblur ledger key operator`
     """
     public = make_key(file)
+    if json_:
+        print_json({"private": str(file), "public": str(public)})
+        return
     typer.echo(f"Private key: {file} (only you can read it). Public key: {public}, for those who verify.")
 
 
@@ -147,6 +162,8 @@ def key_(
 def sign_(
     runs: Runs,
     key: Annotated[Path, typer.Option(metavar="FILE", help="The operator's private key (PEM, Ed25519).")],
+    plugin: Plugin = None,
+    json_: Json = False,
 ) -> None:
     """Sign ledgers as they are now. A run that was verified is signed; one with findings is refused.
 
@@ -155,17 +172,32 @@ def sign_(
     for run in runs:
         if findings := verify(run):
             raise RunError(f"{run} is not signed: {findings[0]}")
-        typer.echo(f"{run}: signed in {sign(open_ledger(ledger_path(run)), key)}")
+    signed = {run: sign(open_ledger(ledger_path(run)), key) for run in runs}
+    if json_:
+        print_json([{"run": str(run), "signature": str(path)} for run, path in signed.items()])
+        return
+    for run, path in signed.items():
+        typer.echo(f"{run}: signed in {path}")
 
 
 @app.command("seal")
-def seal_(runs: Runs) -> None:
+def seal_(
+    runs: Runs,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it to this file, too.")] = None,
+    json_: Json = False,
+) -> None:
     """Print one line that stands for a ledger. Keep it elsewhere: in a mail, a commit, with a notary.
 
     Example: `fedblur ledger seal runs/first`
     """
-    for run in runs:
-        typer.echo(seal(open_ledger(ledger_path(run))))
+    seals = {run: seal(open_ledger(ledger_path(run))) for run in runs}
+    if out is not None:
+        write_atomically(out, "".join(f"{text}\n" for text in seals.values()).encode())
+    if json_:
+        print_json([{"run": str(run), "seal": text} for run, text in seals.items()])
+        return
+    for text in seals.values():
+        typer.echo(text)
 
 
 def _facts(book: Books) -> dict[str, Any]:

@@ -82,13 +82,15 @@ def seal(chain: Chain) -> str:
 
 
 def check_seal(chain: Chain, text: str) -> list[str]:
-    """Return what is wrong with a ledger that was sealed; nothing where it is that one, or continues it."""
+    """Return what is wrong with a ledger that was sealed; nothing where it is that one, or continues an open one."""
     found = _SEAL.fullmatch(text.strip())
     if found is None:
         raise ConfigError(f"seal={text.strip()[:80]!r} is not one; fedblur ledger seal RUN prints fedblur-seal-1:…")
     lines, head = int(found[1]), found[2]
     if not 0 < lines <= len(chain.links) or chain.links[lines - 1].hash != head:
         return [f"the ledger is not the one that was sealed ({lines} lines, {head[:12]}…): it was cut or rewritten"]
+    if chain.links[lines - 1].body.get("kind") == "close" and lines < len(chain.links):
+        return [f"the ledger was closed when it was sealed, and {len(chain.links) - lines} lines were added since"]
     return []
 
 
