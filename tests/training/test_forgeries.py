@@ -370,3 +370,6 @@ def test_statement__does_not_believe_a_summary_without_its_warning(world: World,
     assert "NOT PRIVATE" in statement.one_line()
     assert "LEDGER NOT VERIFIED" in statement.one_line()
     assert statement.facts()["clients"] == 60
+    derived = RunFolder(run).read_summary()  # what reports and tables read
+    assert derived is not None
+    assert (derived.privacy.warning, derived.clients) == ("NOT PRIVATE: seeded", 60)
