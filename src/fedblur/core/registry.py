@@ -151,7 +151,7 @@ def _hints(schema: type) -> dict[str, Any]:
 
 def check_types(part: Any, prefix: str = "") -> None:
     """Check values that were given in Python: a dataclass does not check them itself."""
-    hints = _hints(type(part))
+    hints = _hints(part.__class__)
     for field in dataclasses.fields(part):
         if "part" not in field.metadata:
             value = _convert(field, hints[field.name], getattr(part, field.name), prefix)
