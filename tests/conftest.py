@@ -20,7 +20,7 @@ SLOW = Path(__file__).with_name("slow.txt")
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what slow.txt names; tests of minutes are for `make test-long`."""
     slow = {line for line in SLOW.read_text(encoding="utf-8").splitlines() if not line.startswith("#")}
     for item in items:
@@ -29,6 +29,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("xdist_group") is None:  # a file's tests share a process, and so its fixtures
             item.add_marker(pytest.mark.xdist_group(file))
+        if config.getoption("loadgroup", False) and hasattr(item, "_id"):
+            # xdist 3.8 writes the group where pytest 9.2 no longer looks, and deals tests out one by one (pytest-xdist
+            # issue 1386): each process would run the fixtures of nearly every file.
+            group = item.get_closest_marker("xdist_group").args[0]
+            item._id = type(item._id).parse(f"{item.nodeid}@{group}")
     if os.environ.get("FEDBLUR_LONG") == "1":
         return
     for item in items:

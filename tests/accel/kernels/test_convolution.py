@@ -30,8 +30,8 @@ def losses(x: Tensor, w: Tensor, bias: Tensor, target: Tensor, case) -> Tensor:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_convolution__equals_torch_under_vmap_and_grad(case, compiled: bool) -> None:
-    if compiled and case not in CASES[:2]:
-        pytest.skip("compiling takes seconds; two cases are enough")
+    if compiled and case != CASES[1]:
+        pytest.skip("compiling takes seconds; one case is enough")
     channels, outputs, kernel, stride, padding, dilation, groups = case
     kernel = (kernel, kernel) if isinstance(kernel, int) else kernel
     generator = torch.Generator().manual_seed(0)
