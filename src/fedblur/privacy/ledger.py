@@ -174,7 +174,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Subject:
-    """What a ledger is about: facts of the run that its first line fixes, for a stranger who recomputes the plan."""
+    """The subject of a ledger: facts of its run that the first line fixes, for a stranger who recomputes the plan."""
 
     config: str  # the whole hash of the resolved configuration
     unit: str  # of privacy
