@@ -236,7 +236,7 @@ def tune_on_proxy(
         trials.append(trial)
     for index, trial in enumerate(trials):
         folder = RunFolder(out.with_name(out.name + "-proxy") / config_hash(trial))
-        if not folder.complete:
+        if not _ended(folder):
             remove_folder(folder.path)
             _train(trial, folder.path, machine, watch(trial, index))
         summary = folder.read_summary()
@@ -250,6 +250,15 @@ def tune_on_proxy(
     record = replace(run.record, privacy=replace(run.record.privacy, tuned="proxy data", tuning=words))
     RunFolder(out).write_summary(record)
     return Tuned(out, run.epsilon, record.privacy.delta, record)
+
+
+def _ended(folder: RunFolder) -> bool:
+    """Return whether a run on proxy data ended, with all that belongs to it: a kill may come before the last line."""
+    if not folder.complete or not folder.ledger.exists():
+        return False
+    chain = Chain(folder.ledger)
+    chain.read()
+    return read_closing(chain) is not None
 
 
 def load_data(configs: Sequence[Config], machine: Machine) -> Federation:
