@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fedblur.cli.app import app, main
+from fedblur.core.callbacks import SAVED
 from fedblur.core.config import from_dict
 from fedblur.core.errors import ConfigError
 from fedblur.experiments.table_spec import read_spec
@@ -135,10 +136,19 @@ def test_ledger_show__says_what_was_released_in_one_line(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("command", "words"), [("table", "rerun the command"), ("run", "run fedblur resume")])
 def test_stop__says_how_to_continue(command: str, words: str, grid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = True
+
     def stop(*args, **named):
-        raise KeyboardInterrupt
+        error = KeyboardInterrupt()
+        if saved:
+            error.add_note(SAVED)  # as a run does that wrote all it had
+        raise error
 
     monkeypatch.setattr("fedblur.cli.table.run_cells", stop)
     monkeypatch.setattr("fedblur.cli.run.train", stop)
-    output = invoke(command, *([str(grid)] if command == "table" else ["--rounds", "2"]), status=130)
-    assert f"progress saved; {words} to continue" in output
+    given = [str(grid)] if command == "table" else ["--rounds", "2"]
+    assert f"progress saved; {words} to continue" in invoke(command, *given, status=130)
+    saved = False
+    output = invoke(command, *given, status=130)
+    assert "saved" not in output
+    assert words.removeprefix("run ") in output

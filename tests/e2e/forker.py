@@ -13,13 +13,14 @@ def main() -> None:
     import sklearn.datasets  # noqa: F401  what a run imports when it first needs it
     import torch._dynamo  # noqa: F401
 
-    from fedblur.cli.app import app
+    from fedblur.cli.app import app, stop_like_ctrl_c
 
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:
             silent = os.open(os.devnull, os.O_WRONLY)
             os.dup2(silent, 1)
+            stop_like_ctrl_c()  # as `main` does
             app(json.loads(line), standalone_mode=True)
             os._exit(0)
         print(pid, flush=True)

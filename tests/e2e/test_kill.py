@@ -103,8 +103,7 @@ def test_run__killed_at_random_moments_ends_with_the_same_bytes(
         if any((broken / "checkpoints").glob("round-*")):
             words = ["resume", str(broken), "--quiet"]
         else:  # killed before the run began: nothing was spent
-            assert spends(broken) == 0
-            (broken / "config.json").unlink(missing_ok=True)
+            assert spends(broken) == 0  # and the same command starts it again
     assert released(broken) > 0
     forker.start("resume", str(broken), "--quiet")
     assert forker.status() == 0
@@ -114,3 +113,30 @@ def test_run__killed_at_random_moments_ends_with_the_same_bytes(
     assert summaries[0]["accuracy"] == summaries[1]["accuracy"]
     assert summaries[0]["privacy"]["epsilon"] == summaries[1]["privacy"]["epsilon"]
     assert spends(broken) == spends(whole) == rounds
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_signal__sigterm_and_sighup_save_what_was_paid_for_as_ctrl_c_does(tmp_path: Path, forker: Forker) -> None:
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        run = tmp_path / number.name
+        pid = forker.start(
+            "run",
+            "--out",
+            str(run),
+            *FLAGS,
+            "--rounds",
+            "5000",
+            "--set",
+            "noise_multiplier=1.0",
+            "--set",
+            "checkpoint_every=5000",
+        )
+        while length(run / "rounds.jsonl") == 0:
+            time.sleep(0.01)
+        os.kill(pid, number)
+        assert os.waitstatus_to_exitcode(forker.status()) == 130
+        summary = json.loads((run / "summary.json").read_text())
+        assert summary["status"] == f"stopped after {released(run)} of 5000 rounds"
+        assert (run / "checkpoints" / f"round-{summary['rounds']:06d}.safetensors").exists()
+        assert spends(run) == summary["privacy"]["releases"]

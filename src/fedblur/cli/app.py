@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -15,6 +16,7 @@ from typer.core import TyperGroup
 
 from fedblur.cli.errors import BAD_INPUT, STOPPED, end_of_a_bug, usage
 from fedblur.cli.output import say, spell_out_greek
+from fedblur.core.callbacks import SAVED
 from fedblur.core.errors import FedBlurError
 from fedblur.core.version import version
 
@@ -43,7 +45,7 @@ COMMANDS = {
         "Serve the report of a run on this machine, and update it while the run continues. Ctrl-C ends it.",
     ),
     "data": ("data:app", "List, fetch and inspect data sets."),
-    "ledger": ("ledger:app", "Show what runs have spent, and verify their ledgers."),
+    "ledger": ("ledger:app", "Show what runs have spent; sign, seal and verify their ledgers."),
     "deploy": ("deploy:app", "Deploy a real federation over Flower: TLS, keys for nodes, secure sums."),
 }
 _REPEATABLE = {"table", "tune", "audit"}  # to continue, run the same command again
@@ -117,11 +119,30 @@ class LazyGroup(TyperGroup):
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             say(f"error: {where}{error.strerror or error}")
-        except KeyboardInterrupt:
-            again = "rerun the command" if ctx.invoked_subcommand in _REPEATABLE else "run fedblur resume"
-            say(f"stopped: progress saved; {again} to continue")
+        except KeyboardInterrupt as stop:
+            say(_stopped(str(ctx.invoked_subcommand), SAVED in getattr(stop, "__notes__", ())))
             raise typer.Exit(STOPPED) from None
         raise typer.Exit(BAD_INPUT)
+
+
+def _stopped(command: str, saved: bool) -> str:
+    """Return what to say of a command that a signal stopped. `saved`: its run wrote all that it had."""
+    if command in _REPEATABLE:
+        return f"stopped{': progress saved' if saved else ''}; rerun the command to continue"
+    if saved:
+        return "stopped: progress saved; run fedblur resume to continue"
+    return (
+        "stopped at once: rounds after the last checkpoint are lost, their releases stay in the ledger; if the run had "
+        "begun, fedblur resume continues it"
+    )
+
+
+def stop_like_ctrl_c() -> None:
+    """Let SIGTERM and SIGHUP stop a command as Ctrl-C does: what is paid for is saved first. `nohup` stays in force."""
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
 
 
 app = typer.Typer(
@@ -152,6 +173,7 @@ def _options(
 def main() -> None:
     """Run `fedblur`: the entry point that pip installs."""
     spell_out_greek()
+    stop_like_ctrl_c()
     try:
         app(prog_name="fedblur")
     except Exception as error:

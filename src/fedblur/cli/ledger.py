@@ -15,10 +15,14 @@ from fedblur.cli.errors import FOUND
 from fedblur.cli.options import Json, Plugin
 from fedblur.cli.output import print_json
 from fedblur.core.config import canonical
+from fedblur.core.errors import ConfigError, RunError
+from fedblur.core.files import read_bytes, write_atomically
 from fedblur.privacy import events
 from fedblur.privacy.accounting import ACCOUNTANTS
+from fedblur.privacy.ledger import open_ledger
+from fedblur.privacy.signature import check_seal, check_signature, make_key, seal, sign
 from fedblur.report.text import in_short
-from fedblur.training.verify_ledger import Books, compose, read_books, unprotected, verify
+from fedblur.training.verify_ledger import Books, compose, ledger_path, read_books, unprotected, verify
 
 _SECRECY = {
     "operating system": "",
@@ -26,7 +30,9 @@ _SECRECY = {
     "unknown": "; where its noise came from is not recorded",
 }
 
-app = typer.Typer(no_args_is_help=True, help="Show what runs have spent, and verify their ledgers.")
+_LONGEST_PATH = 4096
+
+app = typer.Typer(no_args_is_help=True, help="Show what runs have spent; sign, seal and verify their ledgers.")
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")]
 
 
@@ -77,14 +83,30 @@ def show(
 
 
 @app.command("verify")
-def verify_(runs: Runs, plugin: Plugin = None, json_: Json = False) -> None:
-    """Check the hash chain, that nothing is missing from it, and that epsilon follows from its events.
+def verify_(
+    runs: Runs,
+    key: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The operator's public key: the ledger must be signed by it.")
+    ] = None,
+    sealed: Annotated[
+        str | None,
+        typer.Option(
+            "--seal", help="What fedblur ledger seal printed, or the file with it: the ledger must be that one."
+        ),
+    ] = None,
+    plugin: Plugin = None,
+    json_: Json = False,
+) -> None:
+    """Check the hash chain, that nothing is missing, and that noise and epsilon follow from the configuration.
 
-    Exit status 1 means that something was found.
+    Anyone can write a whole folder anew. `--key` finds what was written without the operator's key, `--seal` what does
+    not continue the ledger that was sealed. Exit status 1 means that something was found.
 
-    Example: `fedblur ledger verify runs/first`
+    Example: `fedblur ledger verify runs/first --key operator.pub`
     """
-    checked = {run: verify(run) for run in runs}
+    if sealed is not None and len(runs) > 1:
+        raise ConfigError("--seal is of one ledger; give one run")
+    checked = {run: [*verify(run), *_outside(run, key, sealed)] for run in runs}
     if json_:
         print_json([{"run": str(run), "verified": not found, "findings": found} for run, found in checked.items()])
     for run, findings in () if json_ else checked.items():
@@ -99,6 +121,83 @@ def verify_(runs: Runs, plugin: Plugin = None, json_: Json = False) -> None:
             typer.echo(f"{run}: verified, {len(book.spends)} releases, {spent}, ledger {book.chain.head}")
     if any(checked.values()):
         raise typer.Exit(FOUND)
+
+
+def _outside(run: Path, key: Path | None, sealed: str | None) -> list[str]:
+    """Return what a key and a seal find, which come from outside of the folder."""
+    if key is None and sealed is None:
+        return []
+    try:
+        chain = open_ledger(ledger_path(run))
+        return [*(check_signature(chain, key) if key else []), *(check_seal(chain, _seal_in(sealed)) if sealed else [])]
+    except ConfigError:  # of the key or the seal that was given
+        raise
+    except RunError as error:
+        return [str(error)]
+
+
+def _seal_in(text: str) -> str:
+    """Return the seal that was given, or is in the file that was given."""
+    path = Path(text)
+    return read_bytes(path).decode("utf-8", "replace") if len(text) < _LONGEST_PATH and path.is_file() else text
+
+
+@app.command("key")
+def key_(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write the private key; FILE.pub is public.")],
+    json_: Json = False,
+) -> None:
+    """Make an Ed25519 key to sign ledgers with. Keep the private one away from those who run the training.
+
+    Example: `fedblur ledger key operator`
+    """
+    public = make_key(file)
+    if json_:
+        print_json({"private": str(file), "public": str(public)})
+        return
+    typer.echo(f"Private key: {file} (only you can read it). Public key: {public}, for those who verify.")
+
+
+@app.command("sign")
+def sign_(
+    runs: Runs,
+    key: Annotated[Path, typer.Option(metavar="FILE", help="The operator's private key (PEM, Ed25519).")],
+    plugin: Plugin = None,
+    json_: Json = False,
+) -> None:
+    """Sign ledgers as they are now. A run that was verified is signed; one with findings is refused.
+
+    Example: `fedblur ledger sign runs/first --key operator`
+    """
+    for run in runs:
+        if findings := verify(run):
+            raise RunError(f"{run} is not signed: {findings[0]}")
+    signed = {run: sign(open_ledger(ledger_path(run)), key) for run in runs}
+    if json_:
+        print_json([{"run": str(run), "signature": str(path)} for run, path in signed.items()])
+        return
+    for run, path in signed.items():
+        typer.echo(f"{run}: signed in {path}")
+
+
+@app.command("seal")
+def seal_(
+    runs: Runs,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it to this file, too.")] = None,
+    json_: Json = False,
+) -> None:
+    """Print one line that stands for a ledger. Keep it elsewhere: in a mail, a commit, with a notary.
+
+    Example: `fedblur ledger seal runs/first`
+    """
+    seals = {run: seal(open_ledger(ledger_path(run))) for run in runs}
+    if out is not None:
+        write_atomically(out, "".join(f"{text}\n" for text in seals.values()).encode())
+    if json_:
+        print_json([{"run": str(run), "seal": text} for run, text in seals.items()])
+        return
+    for text in seals.values():
+        typer.echo(text)
 
 
 def _facts(book: Books) -> dict[str, Any]:

@@ -21,6 +21,7 @@ class Row(TypedDict):
 
 
 Watcher = Callable[[Row], None]
+SAVED = "progress saved"  # a note on the exception that stopped a run, once all that was paid for is on disk
 RUN_ENDED: list[Callable[[Path], object]] = []  # filled by `fedblur/__init__.py`, the one place that knows all rooms
 
 

@@ -129,16 +129,18 @@ def read_bytes(path: Path, most: int = MOST_BYTES, way_out: str = RESTORE) -> by
         raise
     except OSError as error:
         raise _cannot(path, "be read", error, way_out) from None
-    with open(handle, "rb") as file:
-        try:
-            found = os.fstat(handle)
-            if not stat.S_ISREG(found.st_mode):
-                raise RunError(f"{path} cannot be read: it is not a regular file; {way_out}")
-            if found.st_size > most:
-                raise RunError(f"{path} is larger than {most // 2**20} MiB, which fedblur never writes; {way_out}")
+    try:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode):
+            raise RunError(f"{path} cannot be read: it is not a regular file; {way_out}")
+        if found.st_size > most:
+            raise RunError(f"{path} is larger than {most // 2**20} MiB, which fedblur never writes; {way_out}")
+        with open(handle, "rb", closefd=False) as file:
             return file.read()
-        except OSError as error:
-            raise _cannot(path, "be read", error, way_out) from None
+    except OSError as error:
+        raise _cannot(path, "be read", error, way_out) from None
+    finally:
+        os.close(handle)
 
 
 def parse_json(data: bytes, name: object, way_out: str = RESTORE) -> dict[str, Any]:

@@ -420,7 +420,7 @@ def close_ledger(path: Path, released: Mapping[str, str]) -> None:
             chain.append(_spend(round_ + 1, event) | {"note": _CUT_SHORT})
         last = chain.links[-1].body
         if last.get("kind") != "close" or last.get("released") != dict(released):
-            chain.append({"kind": "close", "released": dict(released), "at": _now()})
+            chain.append({"kind": "close", "released": dict(released), "at": now()})
 
 
 def read_closing(chain: Chain) -> dict[str, str] | None:
@@ -461,16 +461,17 @@ def _first_line(budget: Budget, about: str, randomness: Randomness | None, subje
     source = {} if randomness is None else {"randomness": randomness}
     facts = {} if subject is None else {"subject": asdict(subject)}
     limit = {**asdict(budget), "epsilon": str(budget.epsilon)}  # JSON has no infinity
-    return {"kind": "budget", "about": about, "id": os.urandom(8).hex(), "at": _now(), **source, **facts, **limit}
+    return {"kind": "budget", "about": about, "id": os.urandom(8).hex(), "at": now(), **source, **facts, **limit}
 
 
 def _spend(round_: int, event: events.Event) -> dict[str, Any]:
-    return {"kind": "spend", "round": round_, "event": events.to_json(event), "at": _now()}
+    return {"kind": "spend", "round": round_, "event": events.to_json(event), "at": now()}
 
 
 def _text(event: events.Event) -> str:
     return json.dumps(events.to_json(event), sort_keys=True)
 
 
-def _now() -> str:
+def now() -> str:
+    """Return the time, as ledgers write it."""
     return datetime.now(UTC).isoformat(timespec="seconds")

@@ -47,7 +47,7 @@ class Statement:
     """A run's privacy claim, and all that it rests on."""
 
     run: Path  # its folder
-    summary: RunSummary  # what the run says of itself
+    summary: RunSummary  # what the run says of itself; warning, N and σ are derived from ledger and configuration
     config: dict[str, Any]  # all settings
     books: Books  # its ledger, read and recomputed
     findings: list[str]  # of `ledger verify`

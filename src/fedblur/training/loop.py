@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fedblur.core.callbacks import Row, Watcher
+from fedblur.core.callbacks import SAVED, Row, Watcher
 from fedblur.core.config import Config, canonical, from_dict, to_dict
 from fedblur.core.errors import DivergedError, LostRankError, PrivacyError, RoundAborted, RunError, TimeIsUp
 from fedblur.data.population import Federation
@@ -36,9 +36,7 @@ from fedblur.training.server import ServerState, published
 from fedblur.training.setup import Setup, prepare
 from fedblur.training.summary import summarise
 
-__all__ = ["SAVED", "Row", "Run", "Watcher", "train"]
-
-SAVED = "progress saved"  # a note on the exception that stopped a run, once all that was paid for is on disk
+__all__ = ["Row", "Run", "Watcher", "train"]
 
 
 @dataclass(frozen=True)

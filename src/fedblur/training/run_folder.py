@@ -322,11 +322,15 @@ class RunFolder:
         """
         text = json.dumps(json.loads(canonical(to_json(summary))), indent=2)
         write_atomically(self.summary, (text + "\n").encode())
-        if self.ledger.exists():
+        if summary.privacy.selection is not None or self._names_its_subject():  # not one of version 0.2
             close_ledger(self.ledger, self.released())
         if summary.privacy.selection is None:
             for notify in RUN_ENDED:
                 notify(self.path)
+
+    def _names_its_subject(self) -> bool:
+        chain = Chain(self.ledger)
+        return self.ledger.exists() and bool(chain.read()) and read_subject(chain) is not None
 
     def released(self) -> dict[str, str]:
         """Return the SHA-256 of the model, and of the summary and the rounds without what must not leave."""

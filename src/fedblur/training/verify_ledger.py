@@ -16,6 +16,7 @@ Not found: a folder whose every file was rolled back or rewritten together. Ther
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -75,12 +76,17 @@ class Books:
         return spent(self.event(), self.budget.delta, accountant)
 
 
-def read_books(run: Path) -> Books:
-    """Read the ledger of a run folder (or a ledger's own path)."""
+def ledger_path(run: Path) -> Path:
+    """Return the path of a run's ledger; `run` may be that path."""
     path = RunFolder(run).ledger if run.is_dir() else run
     if not path.exists():
         raise RunError(f"{run} has no ledger; give a run folder")
-    chain = open_ledger(path)
+    return path
+
+
+def read_books(run: Path) -> Books:
+    """Read the ledger of a run folder (or a ledger's own path)."""
+    chain = open_ledger(ledger_path(run))
     # A seed in config.json is believed first, then the ledger's first line. A ledger of version 0.1 does not name the
     # source of its noise, and config.json speaks for it.
     resolved = read_json_if_there(chain.path.parent / "config.json") or {}
@@ -138,6 +144,10 @@ def _runs(count: int) -> str:
     return "1 run" if count == 1 else f"{count} runs"
 
 
+class MissingPart(RunError):
+    """A user's own part that is not loaded: without it a run can neither be verified nor be called wrong."""
+
+
 def verify(run: Path) -> list[str]:
     """Return one line for each thing that is wrong; none for a ledger that can be relied on."""
     folder = RunFolder(run)
@@ -146,6 +156,8 @@ def verify(run: Path) -> list[str]:
         resolved, summary = folder.resolved(), folder.stored_summary()
         statement = read_json_if_there(folder.path / "statement.json", "make it again with fedblur statement") or {}
         config = None if books.search else _configuration(folder, summary, resolved)
+    except MissingPart:
+        raise
     except FedBlurError as error:
         return [str(error)]
     checks = (
@@ -168,12 +180,13 @@ def _configuration(folder: RunFolder, summary: RunSummary | None, resolved: dict
     try:
         return from_dict({key: value for key, value in resolved.items() if key != "own"})
     except FedBlurError as error:
-        # Without the user's own parts a run can neither be verified nor be called wrong.
         made_with = summary.versions if summary else {}
         needed = [name for key in made_with if (name := key.removeprefix("plugin ")) != key and name not in loaded()]
         if needed:
             missing = ", ".join(needed)
-            raise RunError(f"{folder.path} was made with {missing}; give it with --plugin to check the run") from None
+            raise MissingPart(
+                f"{folder.path} was made with {missing}; give it with --plugin to check the run"
+            ) from None
         raise RunError(f"config.json cannot be read: {error}") from None
 
 
@@ -308,6 +321,11 @@ def _closing(folder: RunFolder, books: Books, summary: RunSummary | None) -> Ite
                 "run was killed as it ended (fedblur resume closes it)"
             )
         return
+    links = [link.body for link in books.chain.links]
+    for before, after in itertools.pairwise(links):
+        both = before["kind"] == after["kind"] == "close"
+        if both and before["released"].get("model") != after["released"].get("model"):
+            yield "the ledger was closed twice, with two models: one of them was never trained by this run"
     files = {"model": folder.model.name, "summary": folder.summary.name, "rounds": folder.rounds.name}
     for part, digest in folder.released().items():
         if closing.get(part) != digest:

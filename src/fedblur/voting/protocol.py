@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedblur.core.callbacks import SAVED
 from fedblur.core.config import Config
 from fedblur.core.errors import RunError, TimeIsUp
 from fedblur.core.files import make_folder, remove, remove_folder
@@ -25,7 +26,7 @@ from fedblur.learning.module_function import load_vector
 from fedblur.privacy.accounting import adjacency
 from fedblur.privacy.claim import Claim, why_not_private
 from fedblur.training.checkpoint import Checkpoint, load_newest, save_checkpoint
-from fedblur.training.loop import SAVED, Row, Run, Watcher
+from fedblur.training.loop import Row, Run, Watcher
 from fedblur.training.machine import Machine
 from fedblur.training.run_folder import RunFolder, RunSummary
 from fedblur.training.summary import mean_of_last_10, untuned, versions
