@@ -66,7 +66,10 @@ COMMANDS: dict[str, Command] = {
         ("resume", "W/out/run", *MACHINE), "out/run", lambda world: stopped(world, "private.toml", world / "out/run")
     ),
     "resume, seeded": Command(
-        ("resume", "W/out/run", *MACHINE), "out/run", lambda world: stopped(world, "seeded.toml", world / "out/run"), True
+        ("resume", "W/out/run", *MACHINE),
+        "out/run",
+        lambda world: stopped(world, "seeded.toml", world / "out/run"),
+        True,
     ),
     "resume, complete": Command(("resume", "W/out/run", *MACHINE), "out/run", _ended),
     "run, votes": Command(_run("votes.toml"), "out/run", resumes=True),
@@ -74,7 +77,9 @@ COMMANDS: dict[str, Command] = {
     "table, seeded": Command(("table", "W/table.toml", "--out", "W/out/table", *MACHINE), "out/table", seeded=True),
     "table, private": Command(("table", "W/private-table.toml", "--out", "W/out/table", *MACHINE), "out/table"),
     "tune, private": Command(("tune", "W/private-grid.toml", "--out", "W/out/tuned", *MACHINE, *SEARCH), "out/tuned"),
-    "tune, seeded": Command(("tune", "W/grid.toml", "--out", "W/out/tuned", *MACHINE, *SEARCH), "out/tuned", seeded=True),
+    "tune, seeded": Command(
+        ("tune", "W/grid.toml", "--out", "W/out/tuned", *MACHINE, *SEARCH), "out/tuned", seeded=True
+    ),
     "tune, proxy": Command(("tune", "W/grid.toml", "--out", "W/out/tuned", *MACHINE, *PROXY), "out/tuned", seeded=True),
     "audit": Command(("audit", "W/private.toml", "--out", "W/out/audit", *MACHINE, *AUDIT), "out/audit"),
     "statement": Command(("statement", "W/out/run"), "out/run", _ended),
@@ -199,17 +204,35 @@ class Crashes:
         """Return the command that a message tells the user to type; files that it says to delete are deleted."""
         if found := re.search(r"(?:go on with|start it again): fedblur (.+?)$", said):
             return [*found[1].split(), *MACHINE]
-        if "another --out" in said or "start a new run" in said or "choose another folder" in said and "free space" not in said:
+        if (
+            "another --out" in said
+            or "start a new run" in said
+            or "choose another folder" in said
+            and "free space" not in said
+        ):
             turn = typed.index("--out") + 1 if "--out" in typed else None
             if turn is None:  # a resumed run: it was begun by `run`
-                return ["run", f"{self.world}/{'seeded' if 'seeded' in said else 'private'}.toml", "--out", f"{self.world}/out/new", *MACHINE]
+                return [
+                    "run",
+                    f"{self.world}/{'seeded' if 'seeded' in said else 'private'}.toml",
+                    "--out",
+                    f"{self.world}/out/new",
+                    *MACHINE,
+                ]
             return [*typed[:turn], typed[turn] + "-new", *typed[turn + 1 :]]
         if found := re.search(r"(\S+) (?:cannot be read|does not name|holds no)[^;]*; delete it", said):
             Path(found[1]).unlink()
             return now
         if "free space and resume" in said and typed[0] == "run":
             return ["resume", typed[typed.index("--out") + 1], *MACHINE]
-        again = ("free space", "run the same", "rerun the command", "fedblur run has written", "No space left", "run again")
+        again = (
+            "free space",
+            "run the same",
+            "rerun the command",
+            "fedblur run has written",
+            "No space left",
+            "run again",
+        )
         return typed if any(words in said for words in again) else None
 
     def _judge_end(self, point: Point, command: Command, said: str) -> tuple[str, str] | None:
@@ -217,7 +240,11 @@ class Crashes:
         if command.seeded and "another --out" not in said:
             found = _models(out)
             if found != self.expected[point.command]:
-                names = [name for name in {*found, *self.expected[point.command]} if found.get(name) != self.expected[point.command].get(name)]
+                names = [
+                    name
+                    for name in {*found, *self.expected[point.command]}
+                    if found.get(name) != self.expected[point.command].get(name)
+                ]
                 return "silently wrong", f"other models than undisturbed: {names}"
         for config in sorted(self.world.glob("out/**/config.json")):
             if not (config.parent / "summary.json").exists() or "local-only" in str(config):
@@ -229,7 +256,11 @@ class Crashes:
                 return "traceback", checked.bug
             if checked.status != 0:
                 return "silently wrong", f"after all: {checked.said}"
-        left = [path.name for path in self.world.rglob(".*.tmp") if out in path.parents and point.command[:3] in ("run", "res", "tun")]
+        left = [
+            path.name
+            for path in self.world.rglob(".*.tmp")
+            if out in path.parents and point.command[:3] in ("run", "res", "tun")
+        ]
         return ("wedged", f"temporary files stay: {left}") if left else None
 
 
@@ -242,7 +273,9 @@ def _poor(outcome: Outcome) -> tuple[str, str] | None:
     """Return what is wrong with how a command failed."""
     if outcome.bug or outcome.status == 70:
         return "traceback", outcome.bug or outcome.said
-    errors = [line for line in outcome.err.splitlines() if line.startswith(("error: ", "stopped: "))]  # others are notes
+    errors = [
+        line for line in outcome.err.splitlines() if line.startswith(("error: ", "stopped: "))
+    ]  # others are notes
     if outcome.status not in (1, 2, 130) or (len(errors) != 1 and outcome.status != 1):
         return "traceback", f"status {outcome.status}: {outcome.err}"
     return None
@@ -252,7 +285,9 @@ def _models(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("model.safetensors")}
 
 
-def sweep(scratch: Path, points: Callable[[list[Point]], list[Point]]) -> Iterator[tuple[Point, tuple[str, str] | None]]:
+def sweep(
+    scratch: Path, points: Callable[[list[Point]], list[Point]]
+) -> Iterator[tuple[Point, tuple[str, str] | None]]:
     """Judge the points that are chosen."""
     crashes = Crashes(scratch)
     for point in points(crashes.points()):

@@ -51,7 +51,7 @@ FILES = {
     "seeded-votes.toml": _BASE + _VOTES + "seed = 4\n",
 }
 AUDIT = ["--canaries", "100", "--held-out", "100"]
-SEARCH = ["--trials", "2", "--eta", "inf"]
+SEARCH = ["--trials", "2", "--eta", "1"]  # at least one trial
 PROXY = ["--proxy", "synthetic", "--proxy-set", "dataset.alpha=0.5"]
 
 
@@ -111,7 +111,9 @@ def stopped(root: Path, file: str, out: Path, after: int = 1) -> None:
             raise KeyboardInterrupt
 
     with contextlib.suppress(KeyboardInterrupt):
-        loop.train(configure(read_toml(root / file)), out=out, machine=Machine(device="cpu", engine="sequential"), watch=stop)
+        loop.train(
+            configure(read_toml(root / file)), out=out, machine=Machine(device="cpu", engine="sequential"), watch=stop
+        )
 
 
 # --- what leaves the process ---
@@ -184,7 +186,9 @@ def model_round(folder: Path) -> int:
     """Return the round that a model says it is of; -1: none."""
     try:
         data = (folder / "model.safetensors").read_bytes()
-        return int(json.loads(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]["fedblur"])["round"])
+        return int(
+            json.loads(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]["fedblur"])["round"]
+        )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return -1
 
@@ -198,7 +202,10 @@ def shown_but_unpaid(root: Path) -> list[str]:
         if "local_only" in str(folder):
             continue
         if json.loads(config.read_bytes() or b"{}").get("method", [{}])[:1] and _votes(folder):
-            shown = int((folder / "model.safetensors").exists() or any(b'"labels"' in path.read_bytes()[:4000] for path in folder.glob("checkpoints/*.safetensors")))
+            shown = int(
+                (folder / "model.safetensors").exists()
+                or any(b'"labels"' in path.read_bytes()[:4000] for path in folder.glob("checkpoints/*.safetensors"))
+            )
         elif (folder / "checkpoints").exists():
             rounds = [int(path.stem[6:]) for path in folder.glob("checkpoints/round-*.safetensors")]
             shown = max([0, *rounds, model_round(folder)])

@@ -31,7 +31,16 @@ from fedblur.experiments.recipe import configure
 from fedblur.learning.evaluation import accuracy_by_client
 from fedblur.learning.module_function import Layout, as_function, initial_vector
 from fedblur.privacy.claim import Claim, to_json
-from fedblur.privacy.ledger import Budget, Chain, Ledger, close_ledger, randomness_of, read_closing, read_spends
+from fedblur.privacy.ledger import (
+    Budget,
+    Chain,
+    Ledger,
+    close_ledger,
+    cut_release,
+    randomness_of,
+    read_closing,
+    read_spends,
+)
 from fedblur.privacy.mechanisms import rounded_gaussian
 from fedblur.privacy.private_selection import WORDS
 from fedblur.training.loop import Run, Watcher, train
@@ -93,7 +102,7 @@ def _demand_unreleased(folder: RunFolder, local: Path) -> None:
     if not folder.ledger.exists():
         return
     chain = Chain(folder.ledger)
-    paid = bool(read_spends(chain.read()) or chain.torn)
+    paid = bool(read_spends(chain.read()) or cut_release(chain))
     if read_closing(chain) is not None or folder.summary.exists():
         remove_folder(local)  # a kill came between the release and this
         raise RunError(
