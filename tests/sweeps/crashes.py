@@ -196,7 +196,7 @@ class Crashes:
         if "another --out" not in said and "start a new run" not in said:
             return ""
         ledgers = [*out.rglob("ledger*.jsonl")] if out.exists() else []
-        if "the budget is spent" in said or "the winner of a search" in said:
+        if ("the budget is spent" in said and "tuned" not in str(out)) or "the winner of a search" in said:
             return "" if any(spends(path) for path in ledgers) else f"sent away with empty ledgers: {said}"
         return f"sent away: {said}"
 

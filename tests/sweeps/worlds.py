@@ -8,6 +8,8 @@ import hashlib
 import json
 import os
 import shutil
+import signal
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -56,6 +58,7 @@ PROXY = ["--proxy", "synthetic", "--proxy-set", "dataset.alpha=0.5"]
 
 
 _FSYNC = os.fsync
+HANG = 60  # seconds: only what never ends reaches it
 
 
 @dataclass(frozen=True)
@@ -75,12 +78,38 @@ class Outcome:
 def invoke(words: list[str]) -> Outcome:
     """Run a command in this process. Syncing takes most of its time, and matters to a simulated disk alone."""
     quick = contextlib.nullcontext() if os.fsync is not _FSYNC else mock.patch.object(os, "fsync", lambda handle: None)
-    with quick:
-        result = CliRunner().invoke(app, words)
+    with quick, _no_hang():
+        try:
+            result = CliRunner().invoke(app, words)
+        except Hung:
+            return Outcome(70, "", "", f"it hangs:\n{traceback.format_exc()}")
     bug = ""
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         bug = "".join(traceback.format_exception(*result.exc_info)) if result.exc_info else repr(result.exception)
     return Outcome(result.exit_code, result.stdout, result.stderr, bug)
+
+
+class Hung(BaseException):
+    """A command that does not end."""
+
+
+@contextlib.contextmanager
+def _no_hang() -> Iterator[None]:
+    """Raise `Hung` in a command that does not end; for the main thread, and where there are alarms."""
+    if not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(number: int, frame: object) -> None:
+        raise Hung
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(HANG)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def demand(words: list[str], status: int = 0) -> Outcome:

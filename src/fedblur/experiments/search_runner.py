@@ -143,6 +143,7 @@ def _pay(search: Search, out: Path) -> Ledger:
     make_folder(out)
     budget = Budget(search.epsilon, search.delta, "rdp", rounds=1)
     ledger = Ledger(RunFolder(out).ledger, budget, search.key, randomness_of(search.candidates[0].seed))
+    ledger.count_torn(search.event)  # it was this search's own row: its trials had not begun
     if not ledger.spends():
         ledger.demand_room(1, search.event, replay=False)
         ledger.spend(1, search.event, replay=False)

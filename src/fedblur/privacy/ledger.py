@@ -253,10 +253,14 @@ class Ledger:
 
     def demand_room(self, round_: int, event: events.Event, replay: bool) -> None:
         """Refuse to start a round that would pass the budget."""
-        with self._chain.writing() as chain:
-            self._count_torn(chain, event)
+        self.count_torn(event)
         if not (replay and (round_, _text(event)) in self._done):
             self._demand_room(round_, event)
+
+    def count_torn(self, event: events.Event) -> None:
+        """Count a line that a crash cut short as a release of this event."""
+        with self._chain.writing() as chain:
+            self._count_torn(chain, event)
 
     def _count_torn(self, chain: Chain, event: events.Event) -> None:
         """Count a line that a crash cut short as a release, which may have happened or not; then read what is new."""
@@ -421,7 +425,7 @@ def close_ledger(path: Path, released: Mapping[str, str]) -> None:
             round_, event = spent[-1]
             chain.append(_spend(round_ + 1, event) | {"note": _CUT_SHORT})
         last = chain.links[-1].body
-        if last.get("kind") != "close" or last.get("released") != dict(released):
+        if chain.torn or last.get("kind") != "close" or last.get("released") != dict(released):
             chain.append({"kind": "close", "released": dict(released), "at": now()})
 
 
