@@ -10,6 +10,7 @@ All that a run, a table, a search or an audit keeps is written and read here.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import stat
@@ -28,6 +29,7 @@ except ImportError:  # no such locks on Windows: there, keep to one command for 
 MOST_BYTES = 256 * 2**20  # of a JSON file: the largest that we write are a table's results, of a few megabytes
 RESTORE = "restore it from a copy"
 _PRIVATE, _SHARED = 0o600, 0o666  # less what the umask takes away
+_FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 _BINARY = getattr(os, "O_BINARY", 0)  # bytes as they are, on Windows too
 
 
@@ -81,9 +83,12 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path, private: bool = False) -> None:
-    """Make a folder and those above it, unless they are there."""
+    """Make a folder and those above it, unless they are there. When this returns, their names are on disk."""
+    above = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
+        for path in reversed(above):  # or a power failure takes the folder, and the ledger in it
+            sync_folder(path.parent)
     except OSError as error:
         raise _cannot(folder, "be made", error, "choose another folder") from None
 
@@ -187,6 +192,8 @@ def _reason(error: ValueError | RecursionError) -> str:
 
 
 def _cannot(path: Path, what: str, error: OSError, way_out: str) -> RunError:
+    if error.errno in _FULL:  # another folder would be full too, and what was paid for lies in this one
+        way_out = "free space and rerun the command"
     return RunError(f"{path} cannot {what}: {error.strerror or error}; {way_out}")
 
 

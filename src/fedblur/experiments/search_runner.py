@@ -31,7 +31,16 @@ from fedblur.experiments.recipe import configure
 from fedblur.learning.evaluation import accuracy_by_client
 from fedblur.learning.module_function import Layout, as_function, initial_vector
 from fedblur.privacy.claim import Claim, to_json
-from fedblur.privacy.ledger import Budget, Chain, Ledger, close_ledger, randomness_of, read_closing, read_spends
+from fedblur.privacy.ledger import (
+    Budget,
+    Chain,
+    Ledger,
+    close_ledger,
+    cut_release,
+    randomness_of,
+    read_closing,
+    read_spends,
+)
 from fedblur.privacy.mechanisms import rounded_gaussian
 from fedblur.privacy.private_selection import WORDS
 from fedblur.training.loop import Run, Watcher, train
@@ -93,7 +102,7 @@ def _demand_unreleased(folder: RunFolder, local: Path) -> None:
     if not folder.ledger.exists():
         return
     chain = Chain(folder.ledger)
-    paid = bool(read_spends(chain.read()) or chain.torn)
+    paid = bool(read_spends(chain.read()) or cut_release(chain))
     if read_closing(chain) is not None or folder.summary.exists():
         remove_folder(local)  # a kill came between the release and this
         raise RunError(
@@ -134,6 +143,7 @@ def _pay(search: Search, out: Path) -> Ledger:
     make_folder(out)
     budget = Budget(search.epsilon, search.delta, "rdp", rounds=1)
     ledger = Ledger(RunFolder(out).ledger, budget, search.key, randomness_of(search.candidates[0].seed))
+    ledger.count_torn(search.event)  # it was this search's own row: its trials had not begun
     if not ledger.spends():
         ledger.demand_room(1, search.event, replay=False)
         ledger.spend(1, search.event, replay=False)
@@ -236,7 +246,7 @@ def tune_on_proxy(
         trials.append(trial)
     for index, trial in enumerate(trials):
         folder = RunFolder(out.with_name(out.name + "-proxy") / config_hash(trial))
-        if not folder.complete:
+        if not _ended(folder):
             remove_folder(folder.path)
             _train(trial, folder.path, machine, watch(trial, index))
         summary = folder.read_summary()
@@ -250,6 +260,15 @@ def tune_on_proxy(
     record = replace(run.record, privacy=replace(run.record.privacy, tuned="proxy data", tuning=words))
     RunFolder(out).write_summary(record)
     return Tuned(out, run.epsilon, record.privacy.delta, record)
+
+
+def _ended(folder: RunFolder) -> bool:
+    """Return whether a run on proxy data ended, with all that belongs to it: a kill may come before the last line."""
+    if not folder.complete or not folder.ledger.exists():
+        return False
+    chain = Chain(folder.ledger)
+    chain.read()
+    return read_closing(chain) is not None
 
 
 def load_data(configs: Sequence[Config], machine: Machine) -> Federation:

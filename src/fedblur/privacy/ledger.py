@@ -3,7 +3,7 @@
 A crash can overcount, never undercount (invariant 6): the line is on disk first, the model is released after. A run
 that draws fresh noise and repeats a round after a crash pays for it again. A seeded run repeats the very same
 release, which is one release however often it is computed, so its line is not written twice. A line that a crash cut
-short counts as a release.
+short counts as a release where it may have been one (`cut_release`).
 
     line n:  {"body": {...}, "hash": sha256(hash of line n − 1, body)}
 
@@ -28,6 +28,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -159,6 +160,7 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 
 Randomness = Literal["operating system", "seed"]  # where noise and cohorts come from
 _SOURCES: dict[Randomness, str] = {"operating system": "the operating system", "seed": "a seed"}
+_CLOSING = re.compile(rb'\{"body": \{"at": "[^"]*", "k')  # "kind" comes second there; a release has "event" before it
 _CUT_SHORT = "a line that a crash cut short, counted as a release"
 
 
@@ -251,15 +253,19 @@ class Ledger:
 
     def demand_room(self, round_: int, event: events.Event, replay: bool) -> None:
         """Refuse to start a round that would pass the budget."""
-        with self._chain.writing() as chain:
-            self._count_torn(chain, event)
+        self.count_torn(event)
         if not (replay and (round_, _text(event)) in self._done):
             self._demand_room(round_, event)
+
+    def count_torn(self, event: events.Event) -> None:
+        """Count a line that a crash cut short as a release of this event."""
+        with self._chain.writing() as chain:
+            self._count_torn(chain, event)
 
     def _count_torn(self, chain: Chain, event: events.Event) -> None:
         """Count a line that a crash cut short as a release, which may have happened or not; then read what is new."""
         self._catch_up()
-        if chain.torn:
+        if cut_release(chain):
             last = max((number for number, _ in self._spends), default=0)
             chain.append(_spend(last + 1, event) | {"note": _CUT_SHORT})
             self._catch_up()
@@ -415,12 +421,22 @@ def close_ledger(path: Path, released: Mapping[str, str]) -> None:
     with ledger.writing() as chain:
         if not chain.links:
             raise ChainError(f"{path} does not begin with a budget; restore it from a copy")
-        if chain.torn and (spent := read_spends(chain.links)):
+        if cut_release(chain) and (spent := read_spends(chain.links)):
             round_, event = spent[-1]
             chain.append(_spend(round_ + 1, event) | {"note": _CUT_SHORT})
         last = chain.links[-1].body
-        if last.get("kind") != "close" or last.get("released") != dict(released):
+        if chain.torn or last.get("kind") != "close" or last.get("released") != dict(released):
             chain.append({"kind": "close", "released": dict(released), "at": now()})
+
+
+def cut_release(chain: Chain) -> bool:
+    """Return whether a crash cut a line short that may have been a release: then it counts as one.
+
+    A closing line is none. Nor is a line for which the budget had no round left: that release was refused.
+    """
+    if not chain.torn or not chain.links or _CLOSING.match(chain.torn):
+        return False
+    return len(read_spends(chain.links)) < read_budget(chain)[0].rounds
 
 
 def read_closing(chain: Chain) -> dict[str, str] | None:

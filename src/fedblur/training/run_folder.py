@@ -48,7 +48,15 @@ from fedblur.core.files import (
 from fedblur.data.population import Federation
 from fedblur.privacy.claim import Claim, from_json, to_json, why_not_private
 from fedblur.privacy.events import PrivateSelection
-from fedblur.privacy.ledger import Chain, close_ledger, randomness_of, read_randomness, read_spends, read_subject
+from fedblur.privacy.ledger import (
+    Chain,
+    close_ledger,
+    cut_release,
+    randomness_of,
+    read_randomness,
+    read_spends,
+    read_subject,
+)
 from fedblur.training.checkpoint import has_checkpoint
 
 Stage = Literal["empty", "prepared", "begun", "complete", "search", "broken"]
@@ -110,7 +118,7 @@ class RunFolder:
         if self.ledger.exists():
             chain = Chain(self.ledger)
             spends = read_spends(chain.read())
-            torn = bool(chain.torn and chain.links)  # the line of a release that may have happened
+            torn = cut_release(chain)
         if any(isinstance(event, PrivateSelection) for _, event in spends):
             return "search"
         if self.complete:

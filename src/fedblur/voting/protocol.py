@@ -25,7 +25,7 @@ from fedblur.learning.evaluation import evaluate, fairness
 from fedblur.learning.module_function import load_vector
 from fedblur.privacy.accounting import adjacency
 from fedblur.privacy.claim import Claim, why_not_private
-from fedblur.training.checkpoint import Checkpoint, load_newest, save_checkpoint
+from fedblur.training.checkpoint import Checkpoint, has_checkpoint, load_newest, save_checkpoint
 from fedblur.training.loop import Row, Run, Watcher
 from fedblur.training.machine import Machine
 from fedblur.training.run_folder import RunFolder, RunSummary
@@ -107,7 +107,7 @@ class _ElectionRun:
         asked = torch.cat([pool.x[: pool.asked].to(election.device), held_out.x[measured].to(election.device)])
         truth = held_out.y[measured].to(election.device)
         tally, labels = Tally.empty(pool.asked, election.federation.train.classes, election.device), None
-        if self.local_only.exists():
+        if has_checkpoint(self.local_only):  # the folder alone says nothing: a kill may come before its first file
             checkpoint, _ = load_newest(self.local_only)
             self.seconds = checkpoint.state["seconds"]
             kept = {name: tensor.to(election.device) for name, tensor in checkpoint.tensors.items()}
