@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fedblur.cli.errors import FOUND
-from fedblur.cli.options import Json, Plugin, Quiet, on_machine
+from fedblur.cli.options import Json, Plugin, Population, Quiet, on_machine
 from fedblur.cli.output import print_json
 from fedblur.core.config import Config, canonical, config_hash, from_dict
 from fedblur.core.errors import ConfigError
@@ -44,6 +44,7 @@ def audit_(
     control: Annotated[
         bool, typer.Option(help="Also run each row once without noise; the attack must find it.")
     ] = False,
+    population: Population = None,
     plugin: Plugin = None,
     worst_case: Annotated[
         bool, typer.Option(help="Instead, repeat a few rounds on a tiny model many times, and test noise and cohorts.")
@@ -63,6 +64,8 @@ def audit_(
     Example: `fedblur audit --worst-case`
     """
     configs = _configs(what)
+    if population is not None:
+        configs = [(name, replace(config, population=population)) for name, config in configs]
     if worst_case:
         _worst_cases(configs, what is None, repetitions, machine, json_, quiet)
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from fedblur.cli.options import Json, Plugin, Quiet, on_machine
+from fedblur.cli.options import Json, Plugin, Population, Quiet, on_machine
 from fedblur.cli.output import print_json
 from fedblur.core.errors import ConfigError
 from fedblur.experiments.forecast import forecast
@@ -47,6 +48,7 @@ def table(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List cells with their noise, R and time; run nothing.")
     ] = False,
+    population: Population = None,
     plugin: Plugin = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting in every cell.")
@@ -65,7 +67,8 @@ def table(
 
     Example: `fedblur table examples/quickstart.toml --out runs/quickstart`
     """
-    specs = [read_spec(path, set_ or ()) for path in paths]
+    named = [f"population={json.dumps(population)}"] if population else []
+    specs = [read_spec(path, [*(set_ or ()), *named]) for path in paths]
     cells = [cell for spec in specs for cell in spec.cells]
     for pattern in only or ():  # one that fits nothing is a mistake, not a finished table
         if not any(cell.fits([pattern]) for cell in cells):

@@ -68,7 +68,7 @@ def serve(deployment: Deployment, grid: Grid, settings: Settings) -> Run:
     x, y = (torch.as_tensor(values) for values in deployment.test_data())
     test = Samples(x if x.dtype == torch.uint8 else x.float(), y.long())
     clients = Remote(config.clients, deployment.shape, deployment.classes)
-    federation = Federation("flower", clients, None, 0, test, remote=True)
+    federation = Federation("flower", clients, None, 0, test, remote=True, population=settings.population)
     module = deployment.module() if deployment.module else None
     new = not folder.began()  # or one that ended while it waited for its nodes
     roster = Roster(folder.path / "nodes.json", settings.trust, settings.start_timeout, new)

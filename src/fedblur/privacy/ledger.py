@@ -27,10 +27,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from fedblur.core.errors import PrivacyError, RunError
 from fedblur.privacy import accounting, events
+
+if TYPE_CHECKING:
+    from fedblur.privacy.claim import PopulationTotal
 
 try:
     import fcntl
@@ -194,24 +197,60 @@ class Spending(Protocol):
     def anchor(self) -> dict[str, Any]:
         """Return the ledger's length and last hash: with them, others find out later whether it was cut."""
 
+    def settle(self) -> None:
+        """Free what a run that is complete had reserved in its population, and did not use."""
+
+    def population(self) -> PopulationTotal | None:
+        """Return what the run's population has spent; None where none is tracked."""
+
+
+class Reports(Protocol):
+    """What a ledger reports its releases to: the run's account with its population (`populations.Account`)."""
+
+    @property
+    def budgeted(self) -> bool:
+        """Whether there is a budget to keep."""
+
+    def agree(self, chain: Chain, spent: int) -> events.Event | None:
+        """Reserve, or compare. Return the event of a release that was noted and whose row a kill left out."""
+
+    def note(self, chain: Chain, spent: int, link: Link) -> None:
+        """Note a release before its row is written."""
+
+    def settle(self, chain: Chain, spent: int) -> None:
+        """Free what was reserved and not used."""
+
+    def total(self) -> PopulationTotal:
+        """Return what the population has spent."""
+
 
 class Ledger:
     """The spends of one run, against its budget.
 
     `about`: the hash of the run's configuration. `randomness`: where noise and cohorts come from; a run that does not
-    say so counts as one that protects nobody wherever runs are composed (`verification.compose`).
+    say so counts as one that protects nobody wherever runs are composed (`verification.compose`). `account`: with the
+    run's population, which reserves the run's plan here and hears of each release before its row is written.
     """
 
-    def __init__(self, path: Path, budget: Budget, about: str = "", randomness: Randomness | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        budget: Budget,
+        about: str = "",
+        randomness: Randomness | None = None,
+        account: Reports | None = None,
+    ) -> None:
         self.path = path
         self.budget = budget
+        self.account = account
         self._chain = Chain(path)
         self._known = 0  # lines that are in the sets below
         self._spends: list[tuple[int, str]] = []
         self._done: set[tuple[int, str]] = set()
         self._kinds: set[str] = set()
         with self._chain.writing() as chain:
-            if not chain.links:
+            new = not chain.links
+            if new:
                 chain.append(_first_line(budget, about, randomness))
         stored, owner = read_budget(self._chain)
         if stored != budget:
@@ -224,27 +263,50 @@ class Ledger:
                 f"{path} was opened for noise from {_SOURCES[recorded]}, not from {_SOURCES[randomness]}; "
                 "start a new run"
             )
+        try:
+            with self._chain.writing() as chain:
+                self._agree(chain)
+        except PrivacyError:
+            if new:  # it has released nothing, and never will
+                path.unlink(missing_ok=True)
+            raise
 
     def spend(self, round_: int, event: events.Event, replay: bool) -> None:
         """Write down one release, before it happens. `replay`: the same round gives the very same release (seeded)."""
         text = _text(event)
         with self._chain.writing() as chain:
-            self._catch_up()
+            self._agree(chain)
             if not (replay and (round_, text) in self._done):
                 self._demand_room(round_, event)  # again: another process may have spent since the round began
-                chain.append({"kind": "spend", "round": round_, "event": events.to_json(event), "at": _now()})
+                self._append(chain, {"kind": "spend", "round": round_, "event": events.to_json(event), "at": _now()})
 
     def demand_room(self, round_: int, event: events.Event, replay: bool) -> None:
         """Refuse to start a round that would pass the budget."""
         with self._chain.writing() as chain:
-            self._catch_up()
+            self._agree(chain)
             if chain.torn:  # its release may have happened or not, so it counts
-                last = max((number for number, _ in self._spends), default=0)
-                body = {"kind": "spend", "round": last + 1, "event": events.to_json(event), "at": _now()}
-                chain.append(body | {"note": _CUT_SHORT})
-            self._catch_up()
+                self._cut_short(chain, event)
         if not (replay and (round_, _text(event)) in self._done):
             self._demand_room(round_, event)
+
+    def _agree(self, chain: Chain) -> None:
+        """Compare with the population's account. A kill may have left it one release ahead: that release counts."""
+        self._catch_up()
+        missing = self.account.agree(chain, len(self._spends)) if self.account is not None else None
+        if missing is not None:
+            self._cut_short(chain, missing)
+
+    def _cut_short(self, chain: Chain, event: events.Event) -> None:
+        last = max((number for number, _ in self._spends), default=0)
+        body = {"kind": "spend", "round": last + 1, "event": events.to_json(event), "at": _now()}
+        self._append(chain, body | {"note": _CUT_SHORT})
+
+    def _append(self, chain: Chain, body: Mapping[str, Any]) -> None:
+        """Write a release, after the population's account: a kill leaves that one ahead, never behind."""
+        if self.account is not None:
+            self.account.note(chain, len(self._spends), _link(chain.head, body))
+        chain.append(body)
+        self._catch_up()
 
     def _demand_room(self, round_: int, event: events.Event) -> None:
         foreign = next((kind for kind in self._kinds if kind != _text(event)), None)
@@ -277,6 +339,17 @@ class Ledger:
         """Return the length and last hash, by which others can find out later whether this ledger was cut."""
         return {"lines": len(self._chain.read()), "head": self._chain.head}
 
+    def settle(self) -> None:
+        """Free what a run that is complete had reserved in its population, and did not use."""
+        if self.account is not None:
+            with self._chain.writing() as chain:
+                self._agree(chain)
+                self.account.settle(chain, len(self._spends))
+
+    def population(self) -> PopulationTotal | None:
+        """Return what the run's population has spent; None where none is tracked."""
+        return self.account.total() if self.account is not None else None
+
     def _catch_up(self) -> None:
         for link in self._chain.links[max(self._known, 1) :]:
             spend = (link.body["round"], json.dumps(link.body["event"], sort_keys=True))
@@ -302,6 +375,12 @@ class ForeignLedger:
         raise _not_ours()
 
     def anchor(self) -> dict[str, Any]:
+        raise _not_ours()
+
+    def settle(self) -> None:
+        raise _not_ours()
+
+    def population(self) -> PopulationTotal | None:
         raise _not_ours()
 
 

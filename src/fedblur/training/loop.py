@@ -231,6 +231,8 @@ def _finish(folder: RunFolder, setup: Setup, state: ServerState, rows: list[Row]
     vector = published(state, setup.config.averaging).cpu()
     tensors = {name: tensor.contiguous() for name, tensor in setup.protocol.layout.unflatten(vector).items()}
     write_atomically(folder.model, save({name: tensor.clone() for name, tensor in tensors.items()}))
+    if state.round == setup.config.rounds:
+        setup.protocol.ledger.settle()
     record = summarise(setup, state, rows, *measure(setup, state))
     folder.write_summary(record)
     load_vector(setup.module, vector.to(setup.initial.device))
