@@ -172,7 +172,7 @@ def _totals(entries: list[Entry], limit: Limit | None, total: PopulationTotal) -
     order = totals.order_for(total.budget or 2.0, total.delta)
     for key, made in (("spent", True), ("reserved", False)):
         event = composed(entries, made)
-        known = {name: totals.spent(event, total.delta, name) for name in ACCOUNTANTS}
+        known: dict[str, float | None] = {name: totals.spent(event, total.delta, name) for name in ACCOUNTANTS}
         values: dict[str, float | None] = {**known, "adaptive": totals.spent_adaptively(event, order, total.delta)}
         figures[key] = dict.fromkeys(values, float("inf")) if unprotected(entries) else values
     return figures

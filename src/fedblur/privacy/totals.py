@@ -14,7 +14,7 @@ from fedblur.core.errors import PrivacyError
 from fedblur.privacy import accounting
 from fedblur.privacy.accountants import ORDERS
 from fedblur.privacy.accounting import ACCOUNTANTS, Accountant
-from fedblur.privacy.events import Composed, Event, SelfComposed
+from fedblur.privacy.events import Composed, Event, SelfComposed, flatten
 
 
 def together(released: Iterable[Event]) -> Event | None:
@@ -39,8 +39,12 @@ def spent(event: Event | None, delta: float, accountant: Accountant) -> float | 
     """Return the epsilon of everything together; None if the accountant refuses these events."""
     if event is None:
         return 0.0
+    releases = flatten(event)
+    (one, count), *others = releases.items()
     try:
-        return accounting.epsilon(event, 1, delta, accountant)
+        if others:
+            return accounting.epsilon(event, 1, delta, accountant)
+        return accounting.epsilon(one, count, delta, accountant)  # as a run asks for its own: it is remembered
     except PrivacyError:
         return None
 
