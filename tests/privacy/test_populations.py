@@ -429,6 +429,46 @@ def test_state__is_for_its_owner_alone(crowd: Population, tmp_path: Path) -> Non
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
+@pytest.mark.skipif(os.name == "nt", reason="no such locks on Windows")
+def test_state__is_read_and_written_by_one_process_at_a_time(
+    crowd: Population, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fcntl
+
+    held = []
+
+    def locked() -> bool:
+        with (crowd.folder / ".lock").open("ab") as file:  # as another process would
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+    for name in ("find", "write", "demand_room"):
+        real = getattr(Population, name)
+        watched = lambda self, *given, real=real: (held.append(locked()), real(self, *given))[1]  # noqa: E731
+        monkeypatch.setattr(Population, name, watched)
+    spend(opened(tmp_path / "a", crowd, 5), 1, 2)
+    assert len(held) > 5
+    assert all(held)
+    assert not locked()
+
+
+def test_state__is_forced_to_the_disk_before_the_release(
+    crowd: Population, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = opened(tmp_path / "a", crowd, 5)
+    spend(ledger, 1)
+    order: list[str] = []
+    sync, append, replace_ = os.fsync, Chain.append, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (order.append("sync"), sync(file))[1])
+    monkeypatch.setattr(os, "replace", lambda *names: (order.append("replace"), replace_(*names))[1])
+    monkeypatch.setattr(Chain, "append", lambda chain, body: (order.append("row"), append(chain, body))[1])
+    ledger.spend(2, EVENT, False)
+    assert order[:4] == ["sync", "replace", "sync", "row"]  # the file, its name, the folder, then the ledger's row
+
+
 @pytest.mark.parametrize("broken", ["", "[]", '{"ledger": 3}', "{"])
 def test_state__that_is_broken_is_refused_never_taken_for_nothing(
     crowd: Population, tmp_path: Path, broken: str
