@@ -74,6 +74,7 @@ def test_python__is_refused_in_another_folder_and_says_the_total(tmp_path: Path)
     fedblur.train(config(1), federation=people("ward-3"), out=tmp_path / "c", machine=CPU)
     fedblur.train(config(2), federation=people("ward-4"), out=tmp_path / "d", machine=CPU)
     assert json.loads((tmp_path / "a/statement.json").read_text())["claim"]["population"]["name"] == "ward-3"
+    assert "people, when this one ended | population ward-3: ε = " in (tmp_path / "a/statement.md").read_text()
 
 
 def test_command__is_refused_in_another_folder_and_says_the_total(tmp_path: Path) -> None:
@@ -129,6 +130,9 @@ def test_table__is_refused_when_its_cells_have_used_the_budget(tmp_path: Path) -
     refused = invoke("table", tmp_path / "t.toml", "--out", tmp_path / "out", "--quiet", status=2)
     assert "population ward-3 has a budget" in refused
     assert [(entry.kind, entry.spent) for entry in population.entries()] == [("table cell", 2)] * 2
+    shown = invoke("table", tmp_path / "t.toml", "--only", "0.1", "--out", tmp_path / "out", "--quiet")
+    assert "population ward-3: ε = " in shown
+    assert "2 runs" in shown
     invoke("table", tmp_path / "t.toml", "--population", "other", "--out", tmp_path / "out", "--quiet")
     assert [entry.spent for entry in Population("other").entries()] == [2]  # what was computed is not paid for again
 
@@ -144,7 +148,7 @@ def test_tune__pays_once_for_a_search_and_is_refused_beyond_the_budget(tmp_path:
     assert (entry.kind, entry.spent, entry.release) == ("search", 1, search.event)
     if tuned.record is not None:
         assert tuned.record.privacy.population is not None
-    with pytest.raises(PrivacyError, match="this search with 1 releases would bring it to"):
+    with pytest.raises(PrivacyError, match="this search of at most 1 releases would bring it to"):
         run_search(search, tmp_path / "b", CPU, data)
     assert not (tmp_path / "b" / "ledger.jsonl").exists()
     public = make_search(search.candidates, data, TrialCount(0.0, 2.0), "public")
@@ -210,7 +214,7 @@ def test_flower__is_refused_before_any_node_is_asked(tmp_path: Path) -> None:
     asked: list[int] = []
     deploy("a")
     assert [(entry.kind, entry.spent) for entry in population.entries()] == [("deployment", 3)]
-    with pytest.raises(PrivacyError, match="this deployment with 3 releases would bring it to"):
+    with pytest.raises(PrivacyError, match="this deployment of at most 3 releases would bring it to"):
         deploy("b")
     assert asked[0] > 0 == asked[1]
 

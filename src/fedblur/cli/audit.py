@@ -22,7 +22,9 @@ from fedblur.experiments.audit import Audit, Check, Finding, WorstCase, audit, c
 from fedblur.experiments.audit.worst_case import worst_case_ticks
 from fedblur.experiments.recipe import configure
 from fedblur.experiments.table import read_spec
+from fedblur.privacy.claim import PopulationTotal, from_json
 from fedblur.report.progress import bar
+from fedblur.report.text import words_of_population
 from fedblur.training.machine import Machine
 from fedblur.training.run_folder import RunFolder
 
@@ -81,6 +83,11 @@ def audit_(
     else:
         Console().print(render(results))
         Console().print(f"Results: {folder}")
+        totals = [
+            from_json(PopulationTotal, result["population"], folder) for result in results if "population" in result
+        ]
+        for total in {total.name: total for total in totals}.values():
+            Console().print(words_of_population(total), highlight=False, markup=False, soft_wrap=True)
     if any(result["verdict"] in ("ABOVE", "BROKEN") and not result["noise_removed"] for result in results):
         raise typer.Exit(FOUND)
 

@@ -213,11 +213,12 @@ class Population:
         made, kept = (
             math.inf if endless else totals.smallest(composed(others, each), limit.delta) for each in (True, False)
         )
-        runs = f"{len(others)} other run{'' if len(others) == 1 else 's'}"
+        runs = f"{len(others)} other run{'' if len(others) == 1 else 's'} spent {_shown(made)}"
+        runs += f" ({_shown(kept)} with what is reserved)" if kept != made else ""
         return (
-            f"{at}: {runs} spent {_shown(made)} ({_shown(kept)} with what is reserved), and this {asking.kind} with "
-            f"{asking.reserved} releases would bring it to {_shown(cost)}; lower epsilon or rounds, close runs that "
-            f"nobody will resume, or raise the budget: fedblur population budget {self.name} --epsilon E --delta D"
+            f"{at}: {runs}, and this {asking.kind} of at most {asking.reserved} releases would bring it to "
+            f"{_shown(cost)}; lower epsilon or rounds, close runs that nobody will resume, or raise the budget: "
+            f"fedblur population budget {self.name} --epsilon E --delta D"
         )
 
     def reconcile(self) -> list[str]:
