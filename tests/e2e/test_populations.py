@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import fedblur
-from fedblur.core.errors import ConfigError, PrivacyError
+from fedblur.core.errors import ConfigError, PrivacyError, RunError
 from fedblur.data.federation import federation_from_arrays
 from fedblur.data.population import Federation
 from fedblur.experiments.audit import audit
@@ -102,6 +102,9 @@ def test_resume__goes_on_with_what_the_run_had_reserved(tmp_path: Path) -> None:
         fedblur.train(config(3), federation=people("ward-3"), out=tmp_path / "a", machine=CPU, watch=stop)
     with pytest.raises(PrivacyError, match="has a budget"):
         fedblur.train(config(1), federation=people("ward-3"), out=tmp_path / "b", machine=CPU)
+    for other in ("ward-4", None):
+        with pytest.raises(RunError, match="charged to population 'ward-3', and these data are of"):
+            fedblur.resume(tmp_path / "a", federation=people(other), machine=CPU, tell=lambda note: None)
     run = fedblur.resume(tmp_path / "a", federation=people("ward-3"), machine=CPU, tell=lambda note: None)
     assert run.record.complete
     (entry,) = Population("ward-3").entries()

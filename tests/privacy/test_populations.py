@@ -269,6 +269,27 @@ def test_kill__in_the_middle_of_a_row_is_counted_once(crowd: Population, tmp_pat
     assert (rows(tmp_path / "a"), entry(crowd, tmp_path / "a").spent) == (3, 3)
 
 
+def test_kill__in_a_release_that_is_repeated_as_it_was_counts_once(
+    crowd: Population, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Votes and seeded rounds: what was drawn is kept, and paid for when the process comes back."""
+    ledger = opened(tmp_path / "a", crowd, 1)
+    ledger.demand_room(1, EVENT, replay=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Chain, "append", lambda *given: (_ for _ in ()).throw(Died()))
+        with pytest.raises(Died):
+            ledger.spend(1, EVENT, replay=True)
+    opened(tmp_path / "a", crowd, 1).spend(1, EVENT, replay=True)
+    assert (rows(tmp_path / "a"), entry(crowd, tmp_path / "a").spent) == (1, 1)
+
+
+def test_ledger__makes_no_release_but_the_one_that_was_reserved(crowd: Population, tmp_path: Path) -> None:
+    ledger = opened(tmp_path / "a", crowd, 5)
+    with pytest.raises(PrivacyError, match="did not reserve"):
+        ledger.spend(1, Gaussian(1.0), False)
+    assert (rows(tmp_path / "a"), entry(crowd, tmp_path / "a").spent) == (0, 0)
+
+
 def test_note__is_on_disk_before_the_ledger_s_row(
     crowd: Population, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,7 +68,8 @@ class Account:
         Return the event of a release that was noted, but whose row a kill left out; the ledger writes it then.
         """
         with self.population.locked():
-            return self.event if self._entry(chain, spent).lines > len(chain.links) else None
+            entry = self._entry(chain, spent)
+            return entry.release if entry.lines > len(chain.links) else None
 
     def note(self, chain: Chain, spent: int, link: Link) -> None:
         """Note one release, on disk when this returns. `link` is the row that the ledger will write next."""
@@ -108,8 +109,6 @@ class Account:
                 f"{entry.run} was given up (fedblur population close); start a new run (on population "
                 f"{self.population.name} it adds to the total)"
             )
-        if entry.event != events.to_json(self.event):
-            raise PrivacyError(f"{chain.path} was opened for another kind of release; start a new run")
         wanted = replace(entry, allowed=max(entry.allowed, self.allowed, needed))
         limit = self.population.limit()
         more = known is None or wanted.reserved > known.reserved

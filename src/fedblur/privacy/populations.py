@@ -369,7 +369,7 @@ def of_run(run: Path) -> list[tuple[Population, Entry]]:
 def _ledger(path: Path, ledger: str) -> Chain | None:
     """Return a ledger that is still where it was; None if it is not, or is another one."""
     chain = Chain(path)
-    with contextlib.suppress(RunError):
+    with contextlib.suppress(RunError, OSError):
         return chain if path.exists() and chain.read() and ledger_id(chain) == ledger else None
     return None
 
@@ -382,10 +382,15 @@ def _complete(run: Path) -> bool:
 def _in_use(ledger: Path) -> bool:
     """Return whether a process holds the run folder now."""
     lock = ledger.parent / ".lock"
-    if not lock.exists():
+    try:
+        if not lock.exists():
+            return False
+        with held_elsewhere(lock) as free:
+            return not free
+    except FileNotFoundError:  # it has just ended
         return False
-    with held_elsewhere(lock) as free:
-        return not free
+    except OSError:  # it is of another user
+        return True
 
 
 def _shown(epsilon: float | None) -> str:

@@ -96,6 +96,8 @@ def train(
         folder = RunFolder(Path(out) if out is not None else default_folder(config, federation))
         with folder.held():
             own = {"data": federation and federation.name, "model": module and type(module).__name__}  # from Python
+            if federation is not None and federation.population:
+                own["population"] = federation.population
             resolved: dict[str, Any] = json.loads(canonical(to_dict(config)))
             resolved |= {"own": own} if any(own.values()) else {}
             if config.voting is not None:
@@ -165,6 +167,12 @@ def config_of(resolved: dict[str, Any], federation: Federation | None, module: n
                 f"this run was started from Python with its own {what} ({own[what]}); "
                 "resume it from Python: fedblur.resume(path, federation=..., module=...)"
             )
+    people = federation.population if federation is not None else None
+    if own.get("population", people) != people:
+        raise RunError(
+            f"this run is charged to population {own['population']!r}, and these data are of {people!r}; give the data "
+            "with which it was started"
+        )
     return from_dict({key: value for key, value in resolved.items() if key != "own"})
 
 
