@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fedblur.core.errors import PrivacyError
 from fedblur.privacy.events import Gaussian
-from fedblur.privacy.ledger import Budget, Ledger
+from fedblur.privacy.ledger import Budget, Chain, Ledger
 from fedblur.privacy.population_account import Account
 from fedblur.privacy.populations import Population
 
@@ -39,8 +39,26 @@ def released(folder: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _spend(folder: Path, run: int) -> int:
+def _die_around(owner: type, name: str) -> None:
+    """Be killed right before or right after a step, one time in 15: few kills from outside hit these moments."""
+    real = getattr(owner, name)
+
+    def deadly(*given: object) -> object:
+        for step in (lambda: None, lambda: real(*given)):
+            result = step()
+            if random.random() < 1 / 30:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, deadly)
+
+
+def _spend(folder: Path, run: int, deadly: bool) -> int:
     """Make all releases of one run, from where it was; the status: 0 complete, 3 refused."""
+    random.seed(os.urandom(8))
+    if deadly:
+        _die_around(Chain, "append")
+        _die_around(Population, "write")
     own = folder / f"run-{run}"
     own.mkdir(exist_ok=True)
     budget = Budget(math.inf, DELTA, "rdp", ROUNDS)
@@ -58,51 +76,37 @@ def _spend(folder: Path, run: int) -> int:
     return 0
 
 
-def _start(folder: Path, run: int) -> int:
+def _start(folder: Path, run: int, deadly: bool) -> int:
     pid = os.fork()
     if pid == 0:
         status = 4
         try:
-            status = _spend(folder, run)
+            status = _spend(folder, run, deadly)
         finally:
             os._exit(status)
     return pid
 
 
 def main(folder: Path, processes: int, kills: int) -> None:
-    dice, killed = random.Random(0), 0
-    running = {_start(folder, run): run for run in range(processes)}
-    ends: dict[int, int] = {}
-    left = set(range(processes))
-    while left or killed < kills:
-        if killed < kills:
-            time.sleep(0.02 * dice.random())  # somewhere between a lock, a note, a row and a result
-            pid = dice.choice(sorted(running)) if running else _again(folder, dice, processes, running)
-            os.kill(pid, signal.SIGKILL)
-            _, status = os.waitpid(pid, 0)
-            run = running.pop(pid)
-            if os.WIFSIGNALED(status):
-                killed += 1
-                running[_start(folder, run)] = run
-            else:
-                ends[run] = os.WEXITSTATUS(status)
-                left.discard(run)
-            continue
+    """Run all; until enough were killed, from outside at random moments or by themselves, start most of those again."""
+    dice, killed, ends, number = random.Random(), 0, {0: 0, 3: 0}, processes
+    running = {_start(folder, run, True): run for run in range(processes)}
+    while running:
+        if killed < kills and dice.random() < 0.2:
+            time.sleep(0.01 * dice.random())
+            os.kill(dice.choice(sorted(running)), signal.SIGKILL)
         pid, status = os.wait()
         run = running.pop(pid)
-        ends[run] = os.WEXITSTATUS(status)
-        left.discard(run)
-    counts = {status: sum(end == status for end in ends.values()) for status in (0, 3, 4)}
-    assert counts[4] == 0, "a process failed"
-    print(json.dumps({"killed": killed, "complete": counts[0], "refused": counts[3]}))
-
-
-def _again(folder: Path, dice: random.Random, processes: int, running: dict[int, int]) -> int:
-    """Start one more run, when all have ended before they could be killed."""
-    run = processes + dice.randrange(10**6)
-    pid = _start(folder, run)
-    running[pid] = run
-    return pid
+        if os.WIFSIGNALED(status):
+            killed += 1
+            if dice.random() < 0.75:  # else for good: what it reserved stays reserved
+                running[_start(folder, run, killed < kills)] = run
+        else:
+            ends[os.WEXITSTATUS(status)] += 1  # a status that is not known is an error
+        if killed < kills and not running:
+            running[_start(folder, number, True)] = number
+            number += 1
+    print(json.dumps({"killed": killed, "complete": ends[0], "refused": ends[3]}))
 
 
 if __name__ == "__main__":

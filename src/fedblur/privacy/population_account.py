@@ -112,10 +112,11 @@ class Account:
         wanted = replace(entry, allowed=max(entry.allowed, self.allowed, needed))
         limit = self.population.limit()
         more = known is None or wanted.reserved > known.reserved
-        if wanted.reserved > spent and (more or limit != self._checked):
+        asks = wanted.reserved > spent and (more or limit != self._checked)
+        if asks:
             self.population.demand_room(wanted)
         self._checked = limit
-        if wanted != known:
+        if asks or wanted != known:
             self.population.write(wanted)
         return wanted
 

@@ -200,7 +200,9 @@ class Population:
     ) -> str:
         at = f"population {self.name} has a budget of ε = {limit.epsilon:g} at δ = {limit.delta:.3g}"
         if reason is not None:
-            return f"{at}, and {reason}: ε = ∞; drop the seed and give a finite epsilon, or use data that are public"
+            own = unprotected(others) is None
+            way_out = "drop the seed" if own else "no later run can keep it, so start with other people"
+            return f"{at}, and {reason}: ε = ∞; {way_out}"
         if limit.adaptive:
             cost = totals.spent_adaptively(total, totals.order_for(limit.epsilon, limit.delta), limit.delta)
         else:
@@ -227,10 +229,8 @@ class Population:
         for entry in self.entries():
             chain = _ledger(Path(entry.path), entry.ledger)
             if chain is None or len(chain.links) <= 1:
-                if entry.spent == 0 and not _in_use(
-                    Path(entry.path)
-                ):  # a note comes before each release: there was none
-                    self.forget(entry)
+                if entry.spent == 0 and not _in_use(Path(entry.path)):
+                    self.forget(entry)  # a note comes before each release: there was none
                     changes.append(f"{entry.run}: nothing was released; {entry.allowed} releases are free again")
                 continue
             known, made = entry, len(read_spends(chain.links))
@@ -293,6 +293,7 @@ class Population:
 
 
 def advanced(entry: Entry, chain: Chain, spent: int) -> Entry:
+    """Return the entry of a ledger that has grown by releases that its population does not remember."""
     return replace(entry, spent=spent, lines=len(chain.links), head=chain.head, before=chain.links[-2].hash)
 
 
