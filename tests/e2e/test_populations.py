@@ -351,7 +351,8 @@ def test_processes__that_are_killed_never_overspend_together(processes: int, kil
     assert facts["killed"] >= kills
     assert all(count <= rows.get(folder, 0) for folder, count in released.items())
     assert sum(rows.values()) <= room, "overspent"
-    assert sum(rows.values()) <= sum(entry.spent for entry in population.entries()) <= room
+    assert sum(rows.values()) <= sum(entry.spent for entry in population.entries())
+    assert sum(entry.reserved for entry in population.entries()) <= room
     total = totals.smallest(totals.counted({spenders.EVENT: sum(rows.values())}), spenders.DELTA)
     assert total is not None
     limit = population.limit()
