@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is first imported: n
 REAL_DATA = Path(__file__).resolve().parents[1] / "../shared/data"
 
 
+_NUMBERS = itertools.count()
 SLOW = Path(__file__).with_name("slow.txt")
 
 
@@ -54,8 +56,17 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FEDBLUR_CACHE", str(folder))
         patch.delenv("FEDBLUR_DATA", raising=False)
+        patch.setenv("FEDBLUR_POPULATIONS", str(folder.with_name("populations")))  # each test has one of its own
         patch.setenv("FEDBLUR_TIMING", "off")  # runs that are compared bit for bit must not depend on how busy we are
         yield folder
+
+
+@pytest.fixture(autouse=True)
+def own_populations(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No test, and no process that it starts, writes into the user's populations."""
+    folder = tmp_path_factory.getbasetemp() / "populations" / str(next(_NUMBERS))  # made when something is written
+    monkeypatch.setenv("FEDBLUR_POPULATIONS", str(folder))
+    return folder
 
 
 @pytest.fixture(scope="session")

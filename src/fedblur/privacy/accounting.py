@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
 from fedblur.core.errors import ConfigError, PrivacyError
-from fedblur.privacy.accountants import INTERPRETERS, renyi
+from fedblur.privacy.accountants import INTERPRETERS, rdp_at_order, renyi
 from fedblur.privacy.events import (
     Composed,
     DistributedDiscreteGaussian,
@@ -58,6 +58,18 @@ def epsilon(event: Event, count: int, delta: float, accountant: Accountant = "pl
         unknown event or accountant          PrivacyError; for PLD also fixed-size cohorts, delta < 2e-12
     """
     return _spent(event, count, delta, accountant)
+
+
+def epsilon_at_order(event: Event, order: float, delta: float) -> float:
+    """Return the epsilon of everything in `event` by the Rényi divergence at one order, with the limits of `epsilon`.
+
+    Formal guarantee: if the order was fixed before the first release, the bound holds also where the noise and the rate
+    of later releases were chosen by looking at earlier ones (`totals.py`).
+    """
+    _demand_delta(delta)
+    adjacency(event)
+    spent = rdp_at_order(flatten(event), order, delta * (1 - _CUT_OFF))
+    return spent if spent <= largest_epsilon(delta) else math.inf
 
 
 def _demand_delta(delta: float) -> None:
