@@ -87,7 +87,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Entry:
-    """What a population knows about one ledger."""
+    """The record of one ledger in its population."""
 
     ledger: str  # the random id in its first line
     path: str  # where it was last
