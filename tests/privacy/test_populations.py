@@ -509,6 +509,15 @@ def test_state__that_is_broken_is_refused_never_taken_for_nothing(
         opened(tmp_path / "b", crowd, 5)
 
 
+def test_state__that_cannot_be_written_is_one_line_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a file").write_text("")
+    monkeypatch.setenv("FEDBLUR_POPULATIONS", str(tmp_path / "a file"))
+    with pytest.raises(RunError, match=r"a file cannot be written: .*; set FEDBLUR_POPULATIONS to a folder$"):
+        opened(tmp_path / "a", Population("crowd"), 5)
+
+
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "-x", "a" * 65, "ward 3"])
 def test_name__that_is_no_folder_of_its_own_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="population="):
