@@ -93,7 +93,8 @@ def budget(
     epsilon: Annotated[float, typer.Option(help="What all runs on these people may spend together.")],
     delta: Annotated[float, typer.Option(help="Delta of the total.")],
     adaptive: Annotated[
-        bool, typer.Option(help="Hold also if later runs' noise is chosen by looking at earlier runs (RDP, one order).")
+        bool,
+        typer.Option(help="Hold also if later runs' noise is chosen by looking at earlier runs (RDP, fixed orders)."),
     ] = False,
     json_: Json = False,
 ) -> None:
@@ -167,12 +168,12 @@ def _alone(entry: Entry, delta: float) -> float | None:
 
 
 def _totals(entries: list[Entry], limit: Limit | None, total: PopulationTotal) -> dict[str, dict[str, float | None]]:
-    """Return what is spent, and what is reserved, by each accountant and by one order that was fixed beforehand."""
+    """Return what is spent, and what is reserved, by each accountant and by a few orders that were fixed beforehand."""
     figures: dict[str, dict[str, float | None]] = {}
-    order = totals.order_for(total.budget or 2.0, total.delta)
+    orders = totals.orders_for(total.budget or 2.0, total.delta)
     for key, made in (("spent", True), ("reserved", False)):
         event = composed(entries, made)
         known: dict[str, float | None] = {name: totals.spent(event, total.delta, name) for name in ACCOUNTANTS}
-        values: dict[str, float | None] = {**known, "adaptive": totals.spent_adaptively(event, order, total.delta)}
+        values: dict[str, float | None] = {**known, "adaptive": totals.spent_adaptively(event, orders, total.delta)}
         figures[key] = dict.fromkeys(values, float("inf")) if unprotected(entries) else values
     return figures

@@ -60,16 +60,17 @@ def epsilon(event: Event, count: int, delta: float, accountant: Accountant = "pl
     return _spent(event, count, delta, accountant)
 
 
-def epsilon_at_order(event: Event, order: float, delta: float) -> float:
-    """Return the epsilon of everything in `event` by the Rényi divergence at one order, with the limits of `epsilon`.
+def epsilon_at_orders(event: Event, orders: tuple[float, ...], delta: float) -> float:
+    """Return the epsilon of everything in `event` at the best of a few Rényi orders, each with its share of delta.
 
-    Formal guarantee: if the order was fixed before the first release, the bound holds also where the noise and the rate
-    of later releases were chosen by looking at earlier ones (`totals.py`).
+    Formal guarantee: if the orders were fixed before the first release, the bound holds also where the noise and the
+    rate of later releases were chosen by looking at earlier ones. Limits as for `epsilon`.
     """
     _demand_delta(delta)
     adjacency(event)
-    spent = rdp_at_order(flatten(event), order, delta * (1 - _CUT_OFF))
-    return spent if spent <= largest_epsilon(delta) else math.inf
+    share = delta / len(orders)  # which order is the best may depend on what was released: each may fail
+    spent = min(rdp_at_order(flatten(event), order, share * (1 - _CUT_OFF)) for order in orders)
+    return spent if spent <= largest_epsilon(share) else math.inf
 
 
 def _demand_delta(delta: float) -> None:

@@ -44,7 +44,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class PopulationTotal:
-    """What everyone has spent on the people of a run, when it ended (docs/populations.md)."""
+    """The total of all runs on the people of this one, when it ended (docs/populations.md)."""
 
     name: str
     epsilon: float | None  # of all releases that were made; None: no accountant has a bound

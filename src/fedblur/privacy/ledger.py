@@ -214,7 +214,7 @@ class Spending(Protocol):
 
 
 class Reports(Protocol):
-    """What a ledger reports its releases to: the run's account with its population (`populations.Account`)."""
+    """The interface of a run's account with its population (`population_account.Account`): it hears of each release."""
 
     @property
     def budgeted(self) -> bool:

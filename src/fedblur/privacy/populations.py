@@ -81,14 +81,14 @@ class Limit:
         """Return whether everything together stays within the budget."""
         if not self.adaptive:
             return totals.fits(event, self.epsilon, self.delta)
-        order = totals.order_for(self.epsilon, self.delta)
-        cost = totals.spent_adaptively(event, order, self.delta)
+        orders = totals.orders_for(self.epsilon, self.delta)
+        cost = totals.spent_adaptively(event, orders, self.delta)
         return cost is not None and cost <= self.epsilon
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a population knows about one ledger."""
+    """The record of one ledger in its population."""
 
     ledger: str  # the random id in its first line
     path: str  # where it was last
@@ -205,7 +205,7 @@ class Population:
             way_out = "drop the seed" if own else "no later run can keep it, so start with other people"
             return f"{at}, and {reason}: ε = ∞; {way_out}"
         if limit.adaptive:
-            cost = totals.spent_adaptively(total, totals.order_for(limit.epsilon, limit.delta), limit.delta)
+            cost = totals.spent_adaptively(total, totals.orders_for(limit.epsilon, limit.delta), limit.delta)
         else:
             cost = totals.smallest(total, limit.delta)
         if cost is None:

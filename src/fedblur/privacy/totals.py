@@ -1,8 +1,8 @@
 """Totals: what releases about the same clients cost together. In: events. Out: one event, and its epsilon.
 
 Two bounds for plans that were fixed beforehand, PLD and RDP at the best of many orders, and one that also holds if the
-noise and rate of later releases were chosen by looking at earlier ones: RDP at one order that was fixed before the
-first release (a privacy filter, Feldman and Zrnic 2021, Theorem 4.3).
+noise and rate of later releases were chosen by looking at earlier ones: RDP at one of three orders that were fixed
+before the first release, each with a third of delta (a privacy filter, Feldman and Zrnic 2021; docs/populations.md).
 """
 
 from __future__ import annotations
@@ -60,9 +60,15 @@ def fits(event: Event | None, epsilon: float, delta: float) -> bool:
     return any((value := spent(event, delta, name)) is not None and value <= epsilon for name in ("rdp", "pld"))
 
 
-def order_for(epsilon: float, delta: float) -> float:
-    """Return the Rényi order that allows most Gaussian releases within a budget. It depends on nothing else."""
-    return max(ORDERS, key=lambda order: (epsilon - _overhead(order, delta)) / order)
+def orders_for(epsilon: float, delta: float) -> tuple[float, ...]:
+    """Return three Rényi orders that follow from a budget alone.
+
+    The first allows most Gaussian releases within it. Sampled releases with little noise need lower ones: half as far
+    from 1, and a quarter.
+    """
+    best = max(ORDERS, key=lambda order: (epsilon - _overhead(order, delta)) / order)
+    wanted = [1 + (best - 1) / share for share in (1, 2, 4)]
+    return tuple(min(ORDERS, key=lambda order: abs(math.log((order - 1) / (each - 1)))) for each in wanted)
 
 
 def _overhead(order: float, delta: float) -> float:
@@ -70,11 +76,11 @@ def _overhead(order: float, delta: float) -> float:
     return math.log1p(-1 / order) - math.log(delta * order) / (order - 1)
 
 
-def spent_adaptively(event: Event | None, order: float, delta: float) -> float | None:
-    """Return the epsilon at one order, which holds however the releases were chosen; None where it has no bound."""
+def spent_adaptively(event: Event | None, orders: tuple[float, ...], delta: float) -> float | None:
+    """Return the epsilon at a few fixed orders, which holds however the releases were chosen; None without a bound."""
     if event is None:
         return 0.0
     try:
-        return accounting.epsilon_at_order(event, order, delta)
+        return accounting.epsilon_at_orders(event, orders, delta)
     except PrivacyError:
         return None
