@@ -30,6 +30,12 @@ class Connection:
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
 
+    def close(self) -> None:
+        """Close the socket and let go of TLS now: its memory is not Python's, which would be in no hurry."""
+        self.sock.close()
+        self.task = None
+        del self._tls, self._incoming, self._outgoing
+
     async def handshake(self) -> None:
         """Wait until TLS is set up."""
         await self._step(self._tls.do_handshake)

@@ -80,7 +80,7 @@ class Gateway:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 connection.task = asyncio.create_task(self._keep(connection))
             else:
-                sock.close()
+                connection.close()
 
     async def close(self, seconds: float = 5.0) -> None:
         """End connections; those whose request is with the SuperLink have a moment for its answer."""
@@ -102,7 +102,7 @@ class Gateway:
             pass
         finally:
             self.places.release(connection)
-            connection.sock.close()
+            connection.close()
 
     async def _talk(self, connection: Connection) -> None:
         """Answer one request after the other."""
