@@ -223,6 +223,18 @@ def test_cache__an_unreadable_file_is_rebuilt(content: bytes, tmp_path: Path, mo
     assert len(Mnist().load(folder).train) == 40
 
 
+def test_images__whose_header_promises_too_many_pixels_are_not_decompressed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from PIL import Image
+
+    pixels = np.zeros((2, 5000, 5000), dtype=np.uint8)
+    write_split(tmp_path / "mnist", "train", {"image": pixels, "label": [0, 1]})
+    monkeypatch.setattr(Image.Image, "convert", lambda *_: pytest.fail("decompressed"))
+    with pytest.raises(DataError, match="5000 x 5000 pixels; 262,144 is the limit"):
+        Mnist().load(tmp_path)
+
+
 @pytest.mark.skipif(os.name != "posix", reason="owners and modes are POSIX's")
 def test_cache__samples_that_others_planted_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDBLUR_CACHE", str(tmp_path / "cache"))

@@ -1,7 +1,7 @@
 """Strangers who attack a gateway on loopback: `python -m tests.flower.strangers PORT SECRETS COUNT ADDRESS...`.
 
 A quarter each sends nothing, sends its headers slowly, sends headers without end, and sends a recorded request again
-and again. Each comes back when it is ended, at most thirty times, and nothing goes on for longer than two minutes.
+and again. Each comes back when it is ended, at most sixty times, and nothing goes on for longer than four minutes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ async def hostile(kind: str, port: int, own: str, context: ssl.SSLContext) -> No
 
 
 async def keep_up(kind: str, port: int, own: str, context: ssl.SSLContext) -> None:
-    for _ in range(30):
+    for _ in range(60):
         with contextlib.suppress(OSError):
             await hostile(kind, port, own, context)
         await asyncio.sleep(2)
@@ -67,7 +67,7 @@ async def attack(port: int, secrets: Path, count: int, homes: list[str]) -> None
     context = ssl.create_default_context(cafile=str(secrets / "ca.crt"))
     kinds = ["silent", "slow", "huge", "replay"]
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(240):
             await asyncio.gather(
                 *(keep_up(kinds[n % 4], port, homes[n // 4 % len(homes)], context) for n in range(count))
             )

@@ -12,8 +12,8 @@ import hashlib
 import os
 import stat
 import warnings
+from io import BufferedReader
 from pathlib import Path
-from typing import IO
 
 from fedblur.core.errors import FedBlurError
 from fedblur.core.files import write_atomically
@@ -35,7 +35,7 @@ def own_folder(folder: Path) -> bool:
     return not reason
 
 
-def open_kept(path: Path, adopt: bool = False) -> IO[bytes] | None:
+def open_kept(path: Path, adopt: bool = False) -> BufferedReader | None:
     """Return the file opened for reading, once its owner and its digest are checked; None if there is none to use.
 
     With `adopt`, a file without a digest (of version 0.2) gets one.
@@ -95,7 +95,7 @@ def _record(path: Path, digest: str) -> None:
     write_atomically(_digest_file(path), f"{digest}\n".encode())
 
 
-def _changed(file: IO[bytes], path: Path, adopt: bool) -> str:
+def _changed(file: BufferedReader, path: Path, adopt: bool) -> str:
     digest = hashlib.file_digest(file, "sha256").hexdigest()
     try:
         recorded = _digest_file(path).read_text("ascii").strip()
