@@ -212,6 +212,26 @@ def test_places__one_address_leaves_others_their_turn() -> None:
     assert asyncio.run(go()) == (200, 3)
 
 
+def test_places__who_is_refused_waits_before_it_may_ask_again() -> None:
+    async def go() -> int:
+        asked = []
+
+        def superlink(request: httpx.Request) -> httpx.Response:
+            asked.append(request)
+            return httpx.Response(401)
+
+        async with door(Limits(penalty=300.0), superlink) as made:
+            hostile = asyncio.create_task(spoken(made.port, 5 * REQUEST))
+            await made.until(lambda gateway: bool(asked))
+            async with node(made.url) as other:
+                assert (await other.post("/v1/fleet/x")).status_code == 401  # the gateway goes on meanwhile
+            hostile.cancel()
+            await asyncio.gather(hostile, return_exceptions=True)
+        return len(asked)
+
+    assert asyncio.run(go()) == 2
+
+
 # --- mutual TLS ---
 
 
@@ -263,7 +283,7 @@ async def attacked(*options: str) -> AsyncIterator[tuple[int, psutil.Process]]:
     """A gateway process and, in this one, what stands for a SuperLink: it accepts whoever has the right key."""
 
     async def superlink(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             good = b"flwr-key: good" in await reader.readuntil(b"\r\n\r\n")
             status = b"200 OK" if good else b"401 Unauthorized"
             writer.write(b"HTTP/1.1 " + status + b"\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")

@@ -41,10 +41,11 @@ class Limits:
     per_address: int = 256  # nodes behind one router share an address, and have one or two connections each
     head: int = 2**14  # bytes of a request's line and headers; Flower's take under 2 KiB
     headers: int = 64
-    turns: int = 16  # requests of one address that the SuperLink is asked at a time; the others wait
+    turns: int = 8  # requests of one address that the SuperLink is asked at a time; the others wait
     handshake: float = 10.0  # seconds from the connection to the end of the TLS handshake
     idle: float = 10.0  # to the first byte of a request
     heading: float = 10.0  # from there to the end of its headers
+    penalty: float = 5.0  # after a request that the SuperLink refuses, before the connection's next one is read
     pause: float = 20.0  # between two parts of a body
     whole: float = 300.0  # for a body: Flower's largest part, 20 MiB, at 0.6 megabits a second
 
@@ -127,6 +128,9 @@ class Gateway:
             if http.our_state is not h11.DONE or http.their_state is not h11.DONE:
                 return  # one of the two sides wants no further request
             http.start_next_cycle()
+            if answer.is_client_error:  # no node of this federation: who asks again and again waits in between
+                self.places.waits(connection)
+                await asyncio.sleep(self.limits.penalty)
 
     async def _request(self, http: h11.Connection, connection: Connection) -> h11.Request | None:
         """Wait for a request's line and headers; None if the peer has gone."""
