@@ -173,8 +173,10 @@ def test_places__silence_holds_none_against_a_newcomer() -> None:
 
     async def steps(made: Door) -> int:
         silent = [await asyncio.open_connection("127.0.0.1", made.port, ssl=trusted()) for _ in range(4)]
+        status = 0
         async with node(made.url) as client:
-            status = (await client.post("/v1/fleet/x")).status_code
+            with contextlib.suppress(httpx.TransportError):
+                status = (await client.post("/v1/fleet/x")).status_code
         assert len(made.gateway.places.open) <= 4
         for _, writer in silent:
             writer.close()
@@ -225,8 +227,7 @@ def test_places__who_is_refused_waits_before_it_may_ask_again() -> None:
             await made.until(lambda gateway: bool(asked))
             async with node(made.url) as other:
                 assert (await other.post("/v1/fleet/x")).status_code == 401  # the gateway goes on meanwhile
-            hostile.cancel()
-            await asyncio.gather(hostile, return_exceptions=True)
+        assert (await hostile).count(b"HTTP/1.1 401 ") == 1
         return len(asked)
 
     assert asyncio.run(go()) == 2
@@ -354,6 +355,7 @@ async def siege(
         return answers, (most - before) / 2**20
 
 
+@pytest.mark.slow
 def test_siege__a_hundred_hostile_connections_cost_little_and_block_nobody() -> None:
     """Of the node's own address, and more of them than there are places."""
     options = ("--connections", "64", "--per-address", "64")
