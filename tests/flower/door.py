@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from fedblur.cli.app import app
 from fedblur.flower.gateway import Gateway, Limits, listening, server_context
 
+HANG = 60  # seconds until a test gives up
 _KEPT: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process ends
 
 
@@ -47,8 +48,9 @@ class Door:
         return f"https://127.0.0.1:{self.port}"
 
     async def until(self, what: Callable[[Gateway], bool]) -> None:
-        while not what(self.gateway):
-            await asyncio.sleep(0.005)
+        async with asyncio.timeout(HANG):
+            while not what(self.gateway):
+                await asyncio.sleep(0.005)
 
 
 @contextlib.asynccontextmanager
@@ -80,11 +82,12 @@ async def spoken(port: int, words: bytes, tls: bool = True) -> bytes:
     """Return all that the gateway answers to these bytes until it ends the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusted() if tls else None)
     said = b""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(ConnectionError, ssl.SSLError):
         writer.write(words)
         await writer.drain()
-        while part := await reader.read(2**16):
-            said += part
+        async with asyncio.timeout(HANG):
+            while part := await reader.read(2**16):
+                said += part
     writer.close()
     with contextlib.suppress(OSError):
         await writer.wait_closed()
