@@ -213,7 +213,7 @@ def watched(tmp_path: Path) -> Iterator[str]:
     heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs are born deaf
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heard) as process:
         assert process.stdout is not None
-        found = re.search(r"http://[\d.:]+/", process.stdout.readline())
+        found = re.search(r"http://[\d.:]+/\?token=[\w-]+", process.stdout.readline())
         assert found is not None
         yield found[0]
         process.send_signal(signal.SIGINT)

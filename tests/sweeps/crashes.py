@@ -207,8 +207,8 @@ class Crashes:
         if (
             "another --out" in said
             or "start a new run" in said
-            or "choose another folder" in said
-            and "free space" not in said
+            or ("choose another folder" in said
+            and "free space" not in said)
         ):
             turn = typed.index("--out") + 1 if "--out" in typed else None
             if turn is None:  # a resumed run: it was begun by `run`

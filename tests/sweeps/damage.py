@@ -266,7 +266,7 @@ class Damage:
     def _other_models(self, case: Case, before: dict[str, bytes]) -> str:
         expected, found = self.models[case.folder], _models(self.world)
         for path, content in found.items():
-            if "-local-only" in path or "/new" in path or FOLDERS[case.folder].private and "complete" not in case.folder:
+            if "-local-only" in path or "/new" in path or (FOLDERS[case.folder].private and "complete" not in case.folder):
                 continue
             if content != expected.get(path) and content != before.get(path):
                 return f"{path} is another model than that of an undisturbed run"

@@ -20,12 +20,14 @@ from typing import Any
 
 from fedblur.core.callbacks import Row
 from fedblur.core.config import Config, canonical, config_hash, differences, from_dict, to_dict
+from fedblur.core.decompression import read_at_most
 from fedblur.core.errors import FedBlurError, RunError
 from fedblur.core.files import locked, make_folder, parse_json, read_bytes, remove, write_atomically
 
 Result = dict[str, Any]
 PACKED = ".jsonl.gz"
 _UNREADABLE = (OSError, EOFError, zlib.error, ValueError, RunError)
+_MOST_BYTES = 512 * 2**20  # of a packed file without its compression
 _MOST_ROUNDS = 60  # of norms that are kept: enough to draw
 
 
@@ -102,10 +104,10 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _parse(path: Path) -> list[Result]:
-    data = read_bytes(path)
     if path.name.endswith(PACKED):
-        return [parse_json(line, path) for line in gzip.decompress(data).splitlines()]
-    return [parse_json(data, path)]
+        with gzip.open(path) as file:
+            return [parse_json(line, path) for line in read_at_most(file, _MOST_BYTES).splitlines()]
+    return [parse_json(read_bytes(path), path)]
 
 
 def read_results(path: Path, strict: bool = True) -> list[Result]:
