@@ -47,6 +47,7 @@ def test_tensorboard__holds_every_round_once_also_after_resume(tmp_path: Path) -
     assert [point.step for point in points] == [1, 2, 3]
     assert [point.value for point in points] == pytest.approx([row["local_only"]["clipped_share"] for row in rows])
     assert [point.step for point in found.Scalars("accuracy")] == [1, 2, 3]
+    assert (run / "tensorboard").stat().st_mode & 0o077 == 0
 
 
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")  # between MLflow and its own database library
@@ -57,6 +58,7 @@ def test_mlflow__holds_every_round_and_the_settings(tmp_path: Path) -> None:
 
     run = tmp_path / "run"
     invoke("run", *SHORT, "--out", run, "--logger", "mlflow")
+    assert (run / "mlflow.db").stat().st_mode & 0o077 == 0
     known = json.loads((run / "mlflow.json").read_text())
     client = MlflowClient(tracking_uri=known["uri"])
     kept = client.get_run(known["run"])

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from fedblur.core.callbacks import Row
 from fedblur.core.errors import ConfigError
-from fedblur.core.files import read_json_if_there, write_atomically
+from fedblur.core.files import append, read_json_if_there, write_atomically
 from fedblur.report.loggers import figures
 from fedblur.training.run_folder import RunFolder
 
@@ -52,6 +52,8 @@ class MlflowLogger:
 
     def __call__(self, row: Row) -> None:
         if self._client is None:
+            if self.local and "MLFLOW_TRACKING_URI" not in os.environ:
+                append(self.folder / "mlflow.db", b"", private=True)  # SQLite fills it, and keeps its mode
             self._client = self._make(tracking_uri=self.uri)
             known = read_json_if_there(self.folder / "mlflow.json", "delete it") or {}  # of a run that is resumed
             same = known.get("uri") == self.uri and "run" in known

@@ -7,6 +7,7 @@ from typing import Any
 
 from fedblur.core.callbacks import Row
 from fedblur.core.errors import ConfigError
+from fedblur.core.files import make_folder
 from fedblur.report.loggers import figures
 
 
@@ -30,6 +31,7 @@ class TensorBoardLogger:
 
     def __call__(self, row: Row) -> None:
         if self._writer is None:  # a resumed run writes its last rounds again: the older ones are dropped
+            make_folder(self.folder, private=True)
             self._writer = self._make(str(self.folder), purge_step=row["round"])
         stage = f"{row['stage']}/" if "stage" in row else ""
         for name, value in figures(row, local=True).items():
