@@ -38,7 +38,22 @@ from tests.sweeps.worlds import (
     write_files,
 )
 
-KINDS = ("flip", "edit", "cut", "garbage", "not UTF-8", "other", "type", "empty", "missing", "huge", "deep", "folder", "loop", "pipe")
+KINDS = (
+    "flip",
+    "edit",
+    "cut",
+    "garbage",
+    "not UTF-8",
+    "other",
+    "type",
+    "empty",
+    "missing",
+    "huge",
+    "deep",
+    "folder",
+    "loop",
+    "pipe",
+)
 _OFTEN = {"flip": 16, "edit": 16, "cut": 6, "garbage": 5, "not UTF-8": 3, "other": 3, "type": 3}
 _LARGEST = {".safetensors": 2**36}  # what a reader accepts
 
@@ -60,7 +75,12 @@ def _typed(text: str) -> tuple[str, ...]:
     return tuple(words)
 
 
-_RUN = ("ledger verify W/out/run", "ledger show W/out/run --json", "statement W/out/run --json", "report W/out/run --json")
+_RUN = (
+    "ledger verify W/out/run",
+    "ledger show W/out/run --json",
+    "statement W/out/run --json",
+    "report W/out/run --json",
+)
 _RUNS_ON = ("resume W/out/run --json MACHINE",)
 
 
@@ -82,7 +102,10 @@ def _killed(world: Path) -> None:
 
     with contextlib.suppress(Killed):
         loop.train(
-            configure(read_toml(world / "seeded.toml")), out=world / "out/run", machine=Machine(device="cpu", engine="sequential"), watch=kill
+            configure(read_toml(world / "seeded.toml")),
+            out=world / "out/run",
+            machine=Machine(device="cpu", engine="sequential"),
+            watch=kill,
         )
 
 
@@ -114,14 +137,20 @@ def _again(file: str) -> str:
     return f"run W/{file} --out W/out/run --json MACHINE"
 
 
-_TUNED = ("ledger verify W/out/tuned", "ledger show W/out/tuned --json", "statement W/out/tuned --json", "report W/out/tuned --json")
+_TUNED = (
+    "ledger verify W/out/tuned",
+    "ledger show W/out/tuned --json",
+    "statement W/out/tuned --json",
+    "report W/out/tuned --json",
+)
 FOLDERS: dict[str, Made] = {
     "private run, complete": Made(
         _finish("private.toml"), _readers(*_RUN, *_RUNS_ON, _again("private.toml"), *_RUN[:1]), private=True
     ),
     "private run, stopped": Made(
         lambda world: stopped(world, "private.toml", world / "out/run"),
-        _readers(*_RUN, *_RUNS_ON, _again("private.toml"), *_RUN[:1]), private=True,
+        _readers(*_RUN, *_RUNS_ON, _again("private.toml"), *_RUN[:1]),
+        private=True,
     ),
     "seeded run, complete": Made(_finish("seeded.toml"), _readers(*_RUN, *_RUNS_ON, *_RUN[:1])),
     "seeded run, stopped": Made(
@@ -132,12 +161,16 @@ FOLDERS: dict[str, Made] = {
     "table": Made(
         _table,
         _readers(
-            "results W/out/table --json", "report W/out/table --json", "table W/table.toml --out W/out/table --json MACHINE",
+            "results W/out/table --json",
+            "report W/out/table --json",
+            "table W/table.toml --out W/out/table --json MACHINE",
             "results W/out/table --json",
         ),
     ),
     "table, packed": Made(
-        _packed, _readers("results W/out/table --json", "table W/table.toml --out W/out/table --json MACHINE"), "out/table/results"
+        _packed,
+        _readers("results W/out/table --json", "table W/table.toml --out W/out/table --json MACHINE"),
+        "out/table/results",
     ),
     "search, complete": Made(
         _search("private-grid.toml"),
@@ -146,7 +179,9 @@ FOLDERS: dict[str, Made] = {
     ),
     "search, killed": Made(
         _search("grid.toml", 60),
-        _readers("ledger show W/out/tuned --json", "tune W/grid.toml --out W/out/tuned --json MACHINE SEARCH", *_TUNED[:3]),
+        _readers(
+            "ledger show W/out/tuned --json", "tune W/grid.toml --out W/out/tuned --json MACHINE SEARCH", *_TUNED[:3]
+        ),
     ),
     "run, audited": Made(
         _audited,
@@ -187,7 +222,9 @@ class Damage:
         for name, made in FOLDERS.items():
             kept = self._kept(name)
             self._learn(name)
-            files = sorted(path.relative_to(kept).as_posix() for path in (kept / made.folder).rglob("*") if path.is_file())
+            files = sorted(
+                path.relative_to(kept).as_posix() for path in (kept / made.folder).rglob("*") if path.is_file()
+            )
             for number, file in enumerate(files):
                 for kind in KINDS:
                     if kind in ("edit", "type", "deep") and not file.endswith((".json", ".jsonl", ".gz")):
@@ -266,7 +303,12 @@ class Damage:
     def _other_models(self, case: Case, before: dict[str, bytes]) -> str:
         expected, found = self.models[case.folder], _models(self.world)
         for path, content in found.items():
-            if "-local-only" in path or "/new" in path or FOLDERS[case.folder].private and "complete" not in case.folder:
+            if (
+                "-local-only" in path
+                or "/new" in path
+                or FOLDERS[case.folder].private
+                and "complete" not in case.folder
+            ):
                 continue
             if content != expected.get(path) and content != before.get(path):
                 return f"{path} is another model than that of an undisturbed run"
@@ -284,7 +326,9 @@ def damage(path: Path, kind: str, lots: random.Random, world: Path) -> None:
         place = lots.randrange(min(len(data), 400))  # its header
     others = sorted(other for other in world.rglob("*") if other.is_file() and other != path)
     changed: dict[str, Callable[[], bytes]] = {
-        "flip": lambda: data[:place] + bytes([data[place] ^ 1 << lots.randrange(8)]) + data[place + 1 :] if data else b"",
+        "flip": lambda: (
+            data[:place] + bytes([data[place] ^ 1 << lots.randrange(8)]) + data[place + 1 :] if data else b""
+        ),
         "edit": lambda: _edited(path, data, lots),
         "cut": lambda: data[:place],
         "garbage": lambda: data[:place] + lots.randbytes(lots.randint(1, 32)) + data[place + 16 :],
@@ -385,4 +429,8 @@ def _models(world: Path) -> dict[str, bytes]:
 
 
 def _spent(world: Path) -> int:
-    return sum(spends(path) for path in world.rglob("ledger*.jsonl") if "-local-only" not in str(path) and path.is_file() and path.stat().st_size < MOST_BYTES)
+    return sum(
+        spends(path)
+        for path in world.rglob("ledger*.jsonl")
+        if "-local-only" not in str(path) and path.is_file() and path.stat().st_size < MOST_BYTES
+    )

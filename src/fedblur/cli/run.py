@@ -132,10 +132,10 @@ def resume(
 
     Example: `fedblur resume runs/digits-20260101-120000`
     """
-    tell = Console(stderr=True).print
+    console = Console(stderr=True)
     machine = replace(machine, rank_timeout=rank_timeout)
     with _watched(RunProgress(None, quiet or json_ or rank() > 0), logger, path) as (_, watch):
-        done = resume_run(path, machine=machine, watch=watch, tell=tell)
+        done = resume_run(path, machine=machine, watch=watch, tell=lambda line: console.print(line, markup=False))
     _show(done, json_)
 
 
@@ -175,4 +175,4 @@ def _show(done: Run, as_json: bool) -> None:
         print_json({"run": str(done.path), **done.summary})
     else:
         print_summary(done.path, done.record, Console())
-        Console(soft_wrap=True).print(read_statement(done.path).shown(), highlight=False)
+        Console(soft_wrap=True).print(read_statement(done.path).shown(), markup=False, highlight=False)

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -165,6 +166,22 @@ def read_json_if_there(path: Path, way_out: str = RESTORE) -> dict[str, Any] | N
         return read_json(path, way_out)
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def with_digest(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table of JSON values with the hash of all of it: no ledger covers what lies in such a file."""
+    return {**table, "digest": _digest(table)}
+
+
+def demand_digest(table: Mapping[str, Any], name: object, way_out: str = RESTORE) -> None:
+    """Refuse a table that is not what was written. Earlier versions wrote no digest."""
+    if "digest" in table and table["digest"] != _digest(table):
+        raise RunError(f"{name} was damaged or edited: its digest does not match; {way_out}")
+
+
+def _digest(table: Mapping[str, Any]) -> str:
+    content = {key: value for key, value in table.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:

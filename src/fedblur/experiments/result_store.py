@@ -21,7 +21,16 @@ from typing import Any
 from fedblur.core.callbacks import Row
 from fedblur.core.config import Config, canonical, config_hash, differences, from_dict, to_dict
 from fedblur.core.errors import FedBlurError, RunError
-from fedblur.core.files import locked, make_folder, parse_json, read_bytes, remove, write_atomically
+from fedblur.core.files import (
+    demand_digest,
+    locked,
+    make_folder,
+    parse_json,
+    read_bytes,
+    remove,
+    with_digest,
+    write_atomically,
+)
 
 Result = dict[str, Any]
 PACKED = ".jsonl.gz"
@@ -79,7 +88,7 @@ class Results:
         """Keep a finished cell's result; returned as JSON gives it back."""
         make_folder(self.folder)
         self.paths[key] = self.folder / f"{key}.json"
-        self.found[key] = json.loads(canonical(result))
+        self.found[key] = with_digest(json.loads(canonical(result)))
         write_atomically(self.paths[key], (json.dumps(self.found[key], indent=1) + "\n").encode())
         return self.found[key]
 
@@ -103,9 +112,11 @@ def _files(folder: Path) -> list[Path]:
 
 def _parse(path: Path) -> list[Result]:
     data = read_bytes(path)
-    if path.name.endswith(PACKED):
-        return [parse_json(line, path) for line in gzip.decompress(data).splitlines()]
-    return [parse_json(data, path)]
+    lines = gzip.decompress(data).splitlines() if path.name.endswith(PACKED) else [data]
+    results = [parse_json(line, path) for line in lines]
+    for result in results:
+        demand_digest(result, path, "delete it, and fedblur table makes it again")
+    return results
 
 
 def read_results(path: Path, strict: bool = True) -> list[Result]:

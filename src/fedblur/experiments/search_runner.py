@@ -21,7 +21,14 @@ import torch
 
 from fedblur.core.config import Config, canonical, config_hash, to_dict
 from fedblur.core.errors import ConfigError, DivergedError, RunError
-from fedblur.core.files import make_folder, read_json_if_there, remove_folder, write_atomically
+from fedblur.core.files import (
+    demand_digest,
+    make_folder,
+    read_json_if_there,
+    remove_folder,
+    with_digest,
+    write_atomically,
+)
 from fedblur.core.rng import Rng, make_rng
 from fedblur.data.dataset import Generated
 from fedblur.data.population import Federation
@@ -120,6 +127,7 @@ def _draw(search: Search, local: Path, rng: Rng) -> list[int]:
     path = local / "drawn.json"
     drawn = read_json_if_there(path, "choose another --out (on these clients it adds to the cost)")
     if drawn is not None:
+        demand_digest(drawn, path, "choose another --out (on these clients it adds to the cost)")
         if drawn.get("search") != search.key:
             raise RunError(f"{local} holds another search that was not finished; finish it, or choose another --out")
         picks = drawn.get("picks")
@@ -133,7 +141,9 @@ def _draw(search: Search, local: Path, rng: Rng) -> list[int]:
     picks = [int(u * len(search.candidates)) for u in uniforms]
     make_folder(local, private=True)
     write_atomically(
-        path, json.dumps({"local_only": True, "search": search.key, "picks": picks}).encode(), private=True
+        path,
+        json.dumps(with_digest({"local_only": True, "search": search.key, "picks": picks})).encode(),
+        private=True,
     )
     return picks
 
@@ -167,6 +177,7 @@ class _Trials:
         path = folder / "score.json"
         kept = read_json_if_there(path, "delete it to run the trial again")
         if kept is not None:
+            demand_digest(kept, path, "delete it to run the trial again")
             if not isinstance(kept.get("score"), int | float):
                 raise RunError(f"{path} holds no score; delete it to run the trial again")
             return float(kept["score"])
@@ -176,7 +187,7 @@ class _Trials:
             config = replace(config, seed=rng.child("training").seed())
         run = _train(config, folder, self.machine, self.watch(config, index))
         score = self.score(run, config, rng.child("score"))
-        write_atomically(path, json.dumps({"local_only": True, "score": score}).encode(), private=True)
+        write_atomically(path, json.dumps(with_digest({"local_only": True, "score": score})).encode(), private=True)
         return score
 
     def score(self, run: Run | None, config: Config, rng: Rng) -> float:

@@ -29,6 +29,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -146,10 +147,13 @@ def _json(value: Mapping[str, Any]) -> str:
 @contextlib.contextmanager
 def _opened(path: Path, flags: int) -> Iterator[int]:
     try:
-        file = os.open(path, flags | getattr(os, "O_BINARY", 0), 0o644)  # bytes as they are, on Windows too
+        # bytes as they are, on Windows too; a pipe must not block
+        file = os.open(path, flags | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0), 0o644)
     except OSError as error:
         raise RunError(f"the ledger {path} cannot be opened: {error.strerror}") from None
     try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise RunError(f"the ledger {path} is not a regular file; restore it from a copy")
         yield file
     except OSError as error:
         reason = error.strerror or error

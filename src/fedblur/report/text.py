@@ -7,6 +7,7 @@ from decimal import ROUND_CEILING, Context, Decimal
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fedblur.training.run_folder import RunSummary
@@ -73,5 +74,5 @@ def print_summary(run: Path, summary: RunSummary, console: Console) -> None:
     if privacy.warning:
         lines["WARNING"] = privacy.warning
     for name, value in lines.items():
-        table.add_row(f"[bold]{name}[/bold]", value)
+        table.add_row(f"[bold]{name}[/bold]", escape(value))
     console.print(table)

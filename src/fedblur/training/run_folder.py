@@ -152,7 +152,7 @@ class RunFolder:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Lock the folder: until the end of the block nobody else writes here."""
-        new = not self.path.exists()
+        new = [path for path in (self.path, *self.path.parents) if not path.exists()]
         try:
             make_folder(self.path)
         except RunError as error:
@@ -169,8 +169,8 @@ class RunFolder:
             finally:
                 with contextlib.suppress(OSError):  # some systems keep a file that is open
                     os.unlink(self.lock)
-                    if new:
-                        os.rmdir(self.path)  # if nothing came of it
+                    for path in new:
+                        os.rmdir(path)  # if nothing came of it
 
     def in_use(self) -> bool:
         """Return whether another process writes here now."""
