@@ -1,4 +1,4 @@
-"""Damage: each file of a finished, stopped or killed run, table, search and audit is damaged, and every command reads it.
+"""Damage: each file of a finished, stopped or killed run, table, search and audit is damaged; every command reads it.
 
 A command may refuse, in one line. If it succeeds, what it shows of ε, N, σ, accuracy and who is protected is the truth,
 or `fedblur ledger verify` reports the damage; a model is the one that an undisturbed run ends with; and the ledgers
@@ -13,7 +13,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -202,6 +202,10 @@ class Case:
     seed: int
 
     @property
+    def group(self) -> str:
+        return self.folder
+
+    @property
     def name(self) -> str:
         return f"{self.folder}: {self.file}: {self.kind} #{self.seed}"
 
@@ -209,8 +213,9 @@ class Case:
 class Damage:
     """The damage sweep in a scratch folder."""
 
-    def __init__(self, scratch: Path) -> None:
+    def __init__(self, scratch: Path, folders: Sequence[str] = tuple(FOLDERS)) -> None:
         self.scratch = scratch.resolve()
+        self.folders = folders
         self.world = self.scratch / "world"
         self.truth: dict[tuple[str, tuple[str, ...]], list[Any]] = {}
         self.models: dict[str, dict[str, bytes]] = {}
@@ -219,7 +224,8 @@ class Damage:
     def cases(self) -> list[Case]:
         """Return every case; the folders are made here, and read undamaged."""
         cases = []
-        for name, made in FOLDERS.items():
+        for name in self.folders:
+            made = FOLDERS[name]
             kept = self._kept(name)
             self._learn(name)
             files = sorted(
@@ -273,9 +279,9 @@ class Damage:
                     return "underpaid", f"{shown}: {wrong}"
                 if outcome.status == 0 and (lie := self._lie(case, words, outcome)) and not noticed:
                     return "silently wrong", f"{shown}: {lie}"
-                if words[0] in ("resume", "table", "tune", "run") and outcome.status == 0:
-                    if wrong := self._other_models(case, before):
-                        return "silently wrong", f"{shown}: {wrong}"
+                writes = words[0] in ("resume", "table", "tune", "run") and outcome.status == 0
+                if writes and (wrong := self._other_models(case, before)):
+                    return "silently wrong", f"{shown}: {wrong}"
         return None
 
     def _underpaid(self, case: Case, made: Made, releases: Releases) -> str:
@@ -297,7 +303,7 @@ class Damage:
         if FOLDERS[case.folder].private and words[0] in ("tune", "run"):
             return ""  # a new one, with results of its own
         private = FOLDERS[case.folder].private and "stopped" in case.folder
-        lies = ["; ".join(_differences(truth, found, skip=("accuracy", "loss") if private else ())) for truth in truths]
+        lies = ["; ".join(_differences(truth, found, skip=_FRESH if private else ())) for truth in truths]
         return min(lies, key=len)
 
     def _other_models(self, case: Case, before: dict[str, bytes]) -> str:
@@ -306,8 +312,7 @@ class Damage:
             if (
                 "-local-only" in path
                 or "/new" in path
-                or FOLDERS[case.folder].private
-                and "complete" not in case.folder
+                or (FOLDERS[case.folder].private and "complete" not in case.folder)
             ):
                 continue
             if content != expected.get(path) and content != before.get(path):
@@ -388,9 +393,11 @@ def _leaves(value: Any, path: list[Any]) -> Iterator[list[Any]]:
 
 # --- what a command shows ---
 
+_FRESH = ("accuracy", "loss", "accuracy_last_10_evaluations")  # other noise gives others
 _SHOWN = {
-    "epsilon", "delta", "clients", "releases", "noise_multiplier", "accuracy", "loss", "private", "warning", "randomness",
-    "status", "rounds", "claimed_epsilon", "noise_removed", "verdict", "not_private_because", "expected_cohort", "unit",
+    "epsilon", "delta", "clients", "releases", "noise_multiplier", "accuracy", "loss", "private", "warning",
+    "randomness", "accuracy_last_10_evaluations", "status", "rounds", "claimed_epsilon", "noise_removed", "verdict",
+    "not_private_because", "expected_cohort", "unit",
 }  # fmt: skip
 
 

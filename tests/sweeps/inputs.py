@@ -26,8 +26,8 @@ from tests.sweeps.worlds import FILES, MACHINE, Outcome, invoke, write_files
 LONG = "x" * 5000
 BIG, HUGE = 2**53 + 1, 2**70  # beyond what floats and 64 bits hold
 VALUES = (
-    "0", "-1", "1", "2", "0.5", "-0.5", "1e-5", "1e-300", "1e-9", "1e9", "1e300", str(BIG), str(HUGE), str(-HUGE), "nan",
-    "inf", "-inf", "true", "''", "'[/b]'", "'[red]'", "'‮é\\u0000'", f"'{LONG}'", "[]", "[[]]", "['']", "{}",
+    "0", "-1", "1", "2", "0.5", "-0.5", "1e-5", "1e-300", "1e-9", "1e9", "1e300", str(BIG), str(HUGE), str(-HUGE),
+    "nan", "inf", "-inf", "true", "''", "'[/b]'", "'[red]'", "'‮é\\u0000'", f"'{LONG}'", "[]", "[[]]", "['']", "{}",
     "{name = 3}", "{name = '[/b]'}", "1979-05-27", "'nan'", "'1/N'", "\"a\\nb\"", "0x10", "[1, 2]", "'../x'",
 )  # fmt: skip
 SOME = (
@@ -60,11 +60,16 @@ class Input:
     files: dict[str, bytes] = field(default_factory=dict, hash=False)
     names: str = ""  # what a refusal must contain
     call: Callable[[], object] | None = field(default=None, hash=False)
+    group: str = ""
 
 
 def inputs() -> list[Input]:
     """Return every odd input, in an order that does not change."""
-    return [*_settings(), *_parts(), *_flags(), *_tomls(), *_tables(), *_arrays()]
+    groups = {
+        "settings": _settings(), "settings of parts": _parts(), "options and paths": _flags(),
+        "TOML and JSON files": _tomls(), "tables": _tables(), "arrays": _arrays(),
+    }  # fmt: skip
+    return [dataclasses.replace(odd, group=group) for group, found in groups.items() for odd in found]
 
 
 _RUN = ("run", "W/private.toml", "--out", "W/out/run", *MACHINE)
@@ -245,7 +250,7 @@ _TOMLS: dict[str, bytes] = {
 }  # fmt: skip
 
 
-_SHORT = {name: ("--set", "data_seed=0") for name in ("table",)} | {
+_SHORT = dict.fromkeys(("table",), ("--set", "data_seed=0")) | {
     "run": ("--dataset", "synthetic", "--clients", "3"),
     "tune": ("--dry-run",),
     "audit": ("--canaries", "1"),
@@ -299,7 +304,7 @@ _TABLES: dict[str, str] = {
     "an axis of no key": "[axes]\n'' = [1]",
     "an axis with an equals sign": "[axes]\n'local.steps=3' = [1]",
     "axes without end": "[axes]\n" + "\n".join(f"'local.x{i}' = {list(range(100))}" for i in range(10)),
-    "very many cells": "[axes]\nseed = " + str(list(range(1000))) + "\ndata_seed = " + str(list(range(1000))) + "\nrounds = " + str(list(range(1, 1000))),
+    "very many cells": f"[axes]\nseed = {[*range(1000)]}\ndata_seed = {[*range(1000)]}\nrounds = {[*range(1, 1000)]}",
     "values twice": "[axes]\nseed = [1, 1]",
     "rows is a number": "rows = 3",
     "rows is a text": "rows = 'x'",
@@ -466,7 +471,7 @@ class Inputs:
         write_files(self.world)
         for name, content in odd.files.items():
             (self.world / name).write_bytes(content)
-        before = {path for path in self.world.rglob("*")}
+        before = set(self.world.rglob("*"))
         with contextlib.chdir(self.world):
             outcome = invoke(
                 [word.replace("W/", f"{self.world}/") if word != "W" else str(self.world) for word in odd.words]

@@ -236,7 +236,7 @@ def locked(path: Path) -> Iterator[bool]:
     The system releases the lock when the process ends, however it ends: a killed command leaves nothing to clean up.
     """
     try:
-        file = path.open("ab")
+        file = open(path, "ab", opener=_unblocked)  # noqa: SIM115, closed below
     except OSError as error:
         raise _cannot(path, "be locked", error, "choose another folder") from None
     with file:
@@ -247,6 +247,11 @@ def locked(path: Path) -> Iterator[bool]:
         except (BlockingIOError, PermissionError):  # systems differ in which
             taken = False
         yield taken and _still(path, file)
+
+
+def _unblocked(path: str, flags: int) -> int:
+    """Open without waiting for whoever reads a pipe: there it is an error."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0), _SHARED)
 
 
 def _still(path: Path, file: IO[bytes]) -> bool:

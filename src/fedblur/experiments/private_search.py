@@ -102,7 +102,7 @@ def make_search(
 
     if search(math.log(_LEAST_SHARE)).epsilon > total:
         raise ConfigError(
-            f"epsilon={total:g} is too little for the whole search: a trial would get less than {_LEAST_SHARE:g} of it; "
+            f"epsilon={total:g} is too little for the whole search: a trial would get under {_LEAST_SHARE:g} of it; "
             "raise it, or expect fewer trials"
         )
     share = find_root(lambda x: math.log(search(x).epsilon / total), math.log(_LEAST_SHARE), 0.0, xtol=_TOLERANCE)

@@ -107,15 +107,22 @@ def run_search(
 def _demand_unreleased(folder: RunFolder, local: Path) -> None:
     """Refuse a search that has released its winner, or whose trials are gone: new ones would not be paid for."""
     if not folder.ledger.exists():
+        if any(path.exists() for path in (folder.config, folder.model, folder.summary)):
+            raise RunError(
+                f"{folder.path} holds a run or a winner and no ledger; restore ledger.jsonl from a copy, or choose "
+                "another --out (on these clients it adds to the cost)"
+            )
         return
     chain = Chain(folder.ledger)
     paid = bool(read_spends(chain.read()) or cut_release(chain))
-    if read_closing(chain) is not None or folder.summary.exists():
+    begun = (local / "drawn.json").exists()
+    # One that was killed between summary and closing line releases the same winner again: its scores are kept.
+    if read_closing(chain) is not None or (folder.summary.exists() and not begun):
         remove_folder(local)  # a kill came between the release and this
         raise RunError(
             f"{folder.path} holds the winner of a search; choose another --out (on these clients it adds to the cost)"
         )
-    if paid and not (local / "drawn.json").exists():
+    if paid and not begun:
         raise RunError(
             f"{folder.path} holds a search that was paid for, and {local}, which held its trials, is gone: it cannot "
             "continue; choose another --out (on these clients it adds to the cost)"
