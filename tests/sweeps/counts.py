@@ -43,10 +43,17 @@ PARTS: dict[str, Callable[[Path], tuple[list[Any], Judge]]] = {
 
 
 def chosen(cases: Sequence[Any], count: int | None, seed: int = 0) -> list[Any]:
-    """Choose so many cases, in their order; all by default."""
+    """Choose so many cases, in their order, about as many of each group; all by default."""
     if count is None or count >= len(cases):
         return list(cases)
-    return [cases[index] for index in sorted(random.Random(seed).sample(range(len(cases)), count))]
+    groups: dict[str, list[int]] = {}
+    for index, case in enumerate(cases):
+        groups.setdefault(case.group, []).append(index)
+    lots, taken = random.Random(seed), list[int]()
+    for left, group in zip(range(len(groups), 0, -1), sorted(groups.values(), key=len), strict=True):
+        share = -(-(count - len(taken)) // left)
+        taken += lots.sample(group, min(share, len(group)))
+    return [cases[index] for index in sorted(taken)[:count]]
 
 
 @dataclass
@@ -82,6 +89,9 @@ def renewed(page: str, tallies: Sequence[Tally], date: str) -> str:
     before, rest = page.split(MARKS[0])
     _, after = rest.split(MARKS[1])
     lines = [_HEADER, "|---|" + "--:|" * 6]
+    swept = {WORDS[tally.part].lower() for tally in tallies}
+    kept = [line for line in rest.splitlines() if line.startswith("| ") and "|--" not in line and line != _HEADER]
+    lines += [line for line in kept if not any(line.lower().strip("| *").startswith(name) for name in swept)]
     for tally in tallies:
         for group in [*sorted(tally.cases), ""]:
             groups = [group] if group else list(tally.cases)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.sweeps.disk import Disk, Killed
+from tests.sweeps.disk import Disk, Killed, Operation
 from tests.sweeps.worlds import (
     AUDIT,
     MACHINE,
@@ -114,6 +114,7 @@ class Crashes:
         self.commands = commands
         self.world = self.scratch / "world"
         self.expected: dict[str, dict[str, bytes]] = {}
+        self.operations: list[Operation] = []  # of the last command
 
     def points(self) -> list[Point]:
         """Return every crash point, after running each command once undisturbed."""
@@ -125,12 +126,18 @@ class Crashes:
             disk = Disk(self.world)
             with disk.active():
                 demand(command.typed(self.world))
+            self.operations = disk.operations
             self.expected[name] = _models(self.world / command.out)
             for at, operation in enumerate(disk.operations):
                 for number, mode in enumerate(operation.modes()):
                     first = "resume" if command.resumes and (at + number) % 2 else "again"
                     points.append(Point(name, at, mode, first))
         return points
+
+    def around(self, part: str, reach: int = 3) -> set[int]:
+        """Return the numbers of the last command's operations near those on such a file."""
+        near = (at for at, operation in enumerate(self.operations) if part in operation.path)
+        return {number for at in near for number in range(at - reach, at + reach)}
 
     def _kept(self, name: str) -> Path:
         """Return the world that a command finds, made once."""

@@ -44,6 +44,18 @@ def test_damage__a_sample_of_files(tmp_path: Path) -> None:
     sweep("damage", chosen(damaged.cases(), 40, seed=1), damaged.judge)
 
 
+def test_crashes__a_power_failure_takes_nothing_that_was_released(tmp_path: Path) -> None:
+    crashes = Crashes(tmp_path, ("run, private",))
+    failures = [point for point in crashes.points() if point.mode in ("power", "names")]
+    sweep("crashes", failures[4::9], crashes.judge)
+
+
+def test_crashes__labels_are_paid_for_before_they_are_written(tmp_path: Path) -> None:
+    crashes = Crashes(tmp_path, ("run, votes",))
+    around = [point for point in crashes.points() if point.mode == "before" and point.at in crashes.around("ledger")]
+    sweep("crashes", around, crashes.judge)
+
+
 def test_inputs__a_sample(tmp_path: Path) -> None:
     sweep("inputs", chosen(inputs(), 120, seed=1), Inputs(tmp_path).judge)
 

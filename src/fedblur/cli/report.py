@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fedblur.cli.options import Json, Plugin
 from fedblur.cli.output import print_json
-from fedblur.core.files import write_atomically
+from fedblur.core.files import make_folder, write_atomically
 from fedblur.report.dashboard import make_report, render
 from fedblur.report.records import find_records
 from fedblur.report.serving import PORT, Live, serve
@@ -31,7 +31,7 @@ def report(
     """
     made = make_report(find_records(runs), public)
     path = out or (runs[0] if len(runs) == 1 else Path()) / "report.html"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     write_atomically(path, render(made).encode())
     if json_:
         print_json({"report": str(path), **made.facts()})

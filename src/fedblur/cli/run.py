@@ -161,6 +161,8 @@ def _read(path: Path | None) -> dict[str, Any]:
         return read_config(path)
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ConfigError(f"{path} is not valid JSON: it is nested too deeply; fix it, or write TOML") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}; fix it, or write TOML") from None
     if not isinstance(table, dict):

@@ -103,7 +103,7 @@ class Config:
 
 
 MOST_ROUNDS = 10**7  # that can be composed in a reasonable time
-MOST_CLIENTS = 10**9
+MOST_CLIENTS = 10**8  # that are simulated: each round draws a number for each
 SMALLEST_RATE = 1e-9
 _SMALLEST_CLIP = 1e-30  # near float32's smallest numbers a clipped update may be longer than S
 

@@ -16,7 +16,7 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -85,13 +85,25 @@ def sync_folder(folder: Path) -> None:
 
 def make_folder(folder: Path, private: bool = False) -> None:
     """Make a folder and those above it, unless they are there. When this returns, their names are on disk."""
-    above = [path for path in (folder, *folder.parents) if not path.exists()]
+    above = missing_folders(folder)
     try:
         folder.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
         for path in reversed(above):  # or a power failure takes the folder, and the ledger in it
             sync_folder(path.parent)
     except OSError as error:
         raise _cannot(folder, "be made", error, "choose another folder") from None
+
+
+def missing_folders(folder: Path) -> list[Path]:
+    """Return the folders that `make_folder` would make, innermost first."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
+def drop_empty(folders: Iterable[Path]) -> None:
+    """Remove folders that nothing came of, innermost first, up to the first that holds something."""
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            os.rmdir(folder)
 
 
 def remove(*paths: Path) -> None:

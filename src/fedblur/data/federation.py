@@ -152,6 +152,8 @@ def federation_from_arrays(
         raise DataError(
             f"x has samples of shape {[*train.x.shape[1:]]}, test_x of {[*test.x.shape[1:]]}; they must agree"
         )
+    if classes is not None and (isinstance(classes, bool) or not isinstance(classes, int) or not 0 < classes <= 10**6):
+        raise DataError(f"classes={classes!r} must be a whole number from 1 to 1,000,000")
     known = classes if classes is not None else 1 + int(test.y.max())
     _check_labels("test_y", test.y, known, "number the labels from 0, or give classes")
     counted = f"the test labels show {known} classes: give classes=, the number that is known without looking at y"
@@ -228,11 +230,14 @@ def _tensor(name: str, values: Any) -> Tensor:
     if isinstance(values, np.ndarray) and not (values.flags.writeable and values.flags.c_contiguous):
         values = values.copy()  # torch warns of one, and refuses views that run backwards
     try:
-        return torch.as_tensor(values)
+        tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError, KeyError) as error:  # strings, ragged lists, data frames, None
         kind = f"{type(values).__name__} of {values.dtype}" if hasattr(values, "dtype") else type(values).__name__
         reason = str(error).splitlines()[0].rstrip(".")
         raise DataError(f"{name} ({kind}) must be an array of numbers, all rows alike: {reason}") from None
+    if tensor.layout != torch.strided or tensor.is_meta:
+        raise DataError(f"{name} is a {tensor.layout} tensor on {tensor.device}; give a dense one, with its values")
+    return tensor
 
 
 def _check_labels(name: str, labels: Tensor, classes: int, otherwise: str) -> None:

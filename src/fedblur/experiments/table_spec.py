@@ -106,6 +106,8 @@ def read_spec(path: Path, overrides: Iterable[str] = ()) -> Spec:
     for name in ("title", "note", "tuning", "results"):
         if not isinstance(table.get(name, ""), str):
             raise ConfigError(f"{path}: {name} = {table[name]!r} must be a text")
+    if "\0" in table.get("results", ""):
+        raise ConfigError(f"{path}: results = {table['results']!r} must be the path of a folder")
     rows = table.get("rows") or [{"label": "run"}]
     if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
         raise ConfigError(f"{path}: rows = {table['rows']!r} must be sections, [[rows]] with a label below each")

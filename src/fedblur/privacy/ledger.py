@@ -468,6 +468,8 @@ def demand_anchor(path: Path, anchor: Any, holder: str) -> None:
     """Refuse a ledger that does not continue the one that `holder` remembers."""
     if not isinstance(anchor, dict) or {"lines", "head"} - anchor.keys():
         raise RunError(f"{holder} names no ledger; it was made by an earlier version: start a new run")
+    if type(anchor["lines"]) is not int or anchor["lines"] < 1 or not isinstance(anchor["head"], str):
+        raise RunError(f"{holder} does not name its ledger as fedblur does; restore it from a copy")
     links = Chain(path).read() if path.exists() else []
     if len(links) < anchor["lines"] or links[anchor["lines"] - 1].hash != anchor["head"]:
         raise ChainError(

@@ -36,8 +36,10 @@ from fedblur.core.errors import ConfigError, RunError
 from fedblur.core.files import (
     append,
     clear_temporaries,
+    drop_empty,
     locked,
     make_folder,
+    missing_folders,
     read_bytes,
     read_json,
     read_json_if_there,
@@ -152,7 +154,7 @@ class RunFolder:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Lock the folder: until the end of the block nobody else writes here."""
-        new = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        new = missing_folders(self.path)
         try:
             make_folder(self.path)
         except RunError as error:
@@ -169,8 +171,7 @@ class RunFolder:
             finally:
                 with contextlib.suppress(OSError):  # some systems keep a file that is open
                     os.unlink(self.lock)
-                    for path in new:
-                        os.rmdir(path)  # if nothing came of it
+                drop_empty(new)  # if nothing came of it
 
     def in_use(self) -> bool:
         """Return whether another process writes here now."""
