@@ -38,7 +38,7 @@ def clients_of(count: int, samples: int) -> Packed:
 def peak(clients: int, steps: int, batch: int) -> tuple[float, float, str]:
     """GiB at most, seconds of the round, and the engine in words."""
     train = clients_of(clients, batch)
-    data = Federation("noise", train, None, 0, Samples(train.x[:1], train.y[:1]))
+    data = Federation("noise", train, None, 0, Samples(train.x[:1], train.y[:1]), public=True)
     config = Config(
         model={"name": "cnn", "variant": "b"},
         sample_rate=1.0,

@@ -26,7 +26,7 @@ def rounds(
     y = torch.randint(0, 62, (clients * 64,), generator=generator)
     owners = torch.arange(clients).repeat_interleave(64)
     train = Packed.from_owners(x, y, owners, 62)
-    data = fedblur.Federation("noise", train, None, 0, Samples(x[:64], y[:64]))
+    data = fedblur.Federation("noise", train, None, 0, Samples(x[:64], y[:64]), public=True)
     sides = {}
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     with tempfile.TemporaryDirectory() as folder:

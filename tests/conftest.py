@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -16,11 +17,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is first imported: n
 REAL_DATA = Path(__file__).resolve().parents[1] / "../shared/data"
 
 
+_NUMBERS = itertools.count()
 SLOW = Path(__file__).with_name("slow.txt")
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what slow.txt names; tests of minutes are for `make test-long`."""
     slow = {line for line in SLOW.read_text(encoding="utf-8").splitlines() if not line.startswith("#")}
     for item in items:
@@ -29,6 +31,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("xdist_group") is None:  # a file's tests share a process, and so its fixtures
             item.add_marker(pytest.mark.xdist_group(file))
+        if config.getoption("loadgroup", False) and hasattr(item, "_id"):
+            # xdist 3.8 writes the group where pytest 9.2 no longer looks, and deals tests out one by one (pytest-xdist
+            # issue 1386): each process would run the fixtures of nearly every file.
+            group = item.get_closest_marker("xdist_group").args[0]
+            item._id = type(item._id).parse(f"{item.nodeid}@{group}")
     if os.environ.get("FEDBLUR_LONG") == "1":
         return
     for item in items:
@@ -49,8 +56,17 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FEDBLUR_CACHE", str(folder))
         patch.delenv("FEDBLUR_DATA", raising=False)
+        patch.setenv("FEDBLUR_POPULATIONS", str(folder.with_name("populations")))  # each test has one of its own
         patch.setenv("FEDBLUR_TIMING", "off")  # runs that are compared bit for bit must not depend on how busy we are
         yield folder
+
+
+@pytest.fixture(autouse=True)
+def own_populations(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No test, and no process that it starts, writes into the user's populations."""
+    folder = tmp_path_factory.getbasetemp() / "populations" / str(next(_NUMBERS))  # made when something is written
+    monkeypatch.setenv("FEDBLUR_POPULATIONS", str(folder))
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -46,6 +46,14 @@ def test_all__is_what_the_package_offers() -> None:
         assert getattr(fedblur, name).__doc__, name
 
 
+def test_suite__tests_of_one_file_share_a_process(request: pytest.FixtureRequest) -> None:
+    """`make test` deals groups out by the end of a test's name; without it each process runs every file's fixtures."""
+    if not request.config.getoption("loadgroup", False):
+        pytest.skip("one process has all tests")
+    group = Path(__file__).relative_to(ROOT).as_posix()
+    assert request.node.nodeid.endswith(f"@{group}")
+
+
 CLOCKS = {"monotonic", "perf_counter", "process_time", "thread_time", "getrusage"}
 HANG = 60  # seconds: the least that a test waits for another process, thread or page
 

@@ -37,7 +37,7 @@ def prepare_run(task: Task, folder: Path) -> Setup:
         local=LocalTraining(task.steps, task.batch, task.learning_rate),
         seed=SEED,
     )
-    data = Federation("benchmark", clients, None, 0, Samples(x[:1], y[:1]))
+    data = Federation("benchmark", clients, None, 0, Samples(x[:1], y[:1]), public=True)
     return prepare(config, folder / "ledger.jsonl", Machine(device="cpu"), data, build_module(task))
 
 

@@ -84,7 +84,12 @@ def test_compiled__a_command_that_never_compiles_or_draws_loads_neither_compiler
 
 @pytest.mark.parametrize(
     "part",
-    [GnResNet(8, (8, 16)), GnResNet(8, (8, 16), standardise=True, front="wavelets"), Glyphs(8), Leaves(4)],
+    [
+        pytest.param(GnResNet(8, (8, 16)), marks=pytest.mark.long),  # the next one has all of its parts
+        GnResNet(8, (8, 16), standardise=True, front="wavelets"),
+        Glyphs(8),
+        Leaves(4),
+    ],
 )
 def test_compiled__small_models_with_frozen_front_ends_and_views(part: Any) -> None:
     """A frozen parameter is a constant of the function, not one of its arguments, and one for all clients."""
@@ -126,8 +131,17 @@ def test_compiled__makes_one_graph_per_shape() -> None:
     assert len(function.graphs) == 2
 
 
-@pytest.mark.parametrize("methods", [(), (Blur(0.4),), (Blur(float("inf")),)], ids=["plain", "blur", "projected"])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+LOOPED: dict[str, tuple[Method, ...]] = {"plain": (), "blur": (Blur(0.4),), "projected": (Blur(float("inf")),)}
+
+
+@pytest.mark.parametrize(
+    ("methods", "momentum"),
+    [
+        *(pytest.param(methods, 0.9, id=f"{name}-0.9") for name, methods in LOOPED.items()),
+        pytest.param((), 0.0, id="plain-0.0"),
+        *(pytest.param(LOOPED[name], 0.0, id=f"{name}-0.0", marks=pytest.mark.long) for name in ("blur", "projected")),
+    ],
+)
 def test_pipeline__a_loop_equals_its_uncompiled_steps(methods, momentum: float) -> None:
     """Steps that hand the next one's beginning over give the same updates, and prepare only once."""
     torch.manual_seed(0)

@@ -111,8 +111,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("engine", CPU_ENGINES)
-@pytest.mark.parametrize("name", VARIANTS)
+ONE_BY_ONE = ("several samples each", "sampled")  # in turn a client cannot see another; the rest is for make test-long
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        *((name, "vectorised") for name in VARIANTS),
+        *(pytest.param(name, "sequential", marks=() if name in ONE_BY_ONE else pytest.mark.long) for name in VARIANTS),
+    ],
+)
 def test_interfere__in_no_variant_is_another_message_touched(tmp_path: Path, name: str, engine: Any) -> None:
     machine = Machine(device="cpu", engine=engine)
     played = start(tmp_path, 30, machine, **{"local": {**CHAOS, "steps": 12}, **VARIANTS[name]})

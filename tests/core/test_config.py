@@ -118,11 +118,11 @@ def test_register__a_part_must_be_a_dataclass_with_a_name_of_its_own() -> None:
         register("method", "blur")(Impostor)
 
 
-@pytest.mark.parametrize("name", ["blur+lus", "dp-fedavg", "ae-dpfl", "knn-dpfl"])
-def test_config__parsing_a_methods_name_imports_neither_engines_nor_the_training_loop(name: str) -> None:
+def test_config__parsing_a_methods_name_imports_neither_engines_nor_the_training_loop() -> None:
     code = (
         "import sys, fedblur\n"
-        f"config = fedblur.Config(method={name!r})\n"
+        "for name in ('blur+lus', 'dp-fedavg', 'ae-dpfl', 'knn-dpfl'):\n"
+        "    config = fedblur.Config(method=name)\n"
         "unwanted = ('training.loop', 'training.setup', 'experiments', 'voting.protocol', 'engines', 'accel')\n"
         "print([name for name in sys.modules if name.removeprefix('fedblur.').startswith(unwanted)])\n"
     )

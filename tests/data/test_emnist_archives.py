@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from scipy.io import savemat
+from scipy.io import loadmat, savemat
 from typer.testing import CliRunner
 
 from fedblur.cli.data import app
 from fedblur.core.errors import ConfigError, DataError
 from fedblur.core.registry import build
+from fedblur.data import emnist_archives
 from fedblur.data.emnist import Emnist
 from fedblur.data.emnist_archives import MatArchive
 from fedblur.data.federation import load_federation
@@ -93,7 +94,14 @@ def write_matlab_zip(folder: Path, split: str) -> None:
         archive.writestr(f"matlab/emnist-{split}.mat", mat_file(split))
 
 
-WRITERS_KNOWN = (write_mat, write_matlab_zip)
+def write_compressed_mat(folder: Path, split: str) -> None:
+    """The official file is of this kind."""
+    out = io.BytesIO()
+    savemat(out, {"dataset": loadmat(io.BytesIO(mat_file(split)))["dataset"]}, do_compression=True)
+    (folder / f"emnist-{split}.mat").write_bytes(out.getvalue())
+
+
+WRITERS_KNOWN = (write_mat, write_matlab_zip, write_compressed_mat)
 FORMS = (write_bare, write_gz, write_gzip_zip, *WRITERS_KNOWN)
 
 
@@ -187,6 +195,48 @@ def test_emnist__an_idx_file_cut_short_is_refused(cut: int, tmp_path: Path) -> N
     file = tmp_path / "emnist-byclass-train-images-idx3-ubyte"
     file.write_bytes(file.read_bytes()[:cut])
     with pytest.raises(DataError, match=r"train-images-idx3-ubyte is not the EMNIST archive"):
+        Emnist().load(tmp_path)
+
+
+@pytest.mark.parametrize("form", [write_gz, write_gzip_zip])
+def test_emnist__an_idx_file_holds_no_more_than_its_header_says(form: Callable[..., None], tmp_path: Path) -> None:
+    """A bomb: 64 MB of zeros behind what the header counts."""
+    form(tmp_path, "byclass")
+    name = "emnist-byclass-train-images-idx3-ubyte"
+    bomb = gzip.compress(idx_files("byclass")[name] + bytes(2**26))
+    if form is write_gz:
+        (tmp_path / f"{name}.gz").write_bytes(bomb)
+    else:
+        files = {f"gzip/{other}.gz": gzip.compress(content) for other, content in idx_files("byclass").items()}
+        with zipfile.ZipFile(tmp_path / "gzip.zip", "w") as archive:
+            for member, content in (files | {f"gzip/{name}.gz": bomb}).items():
+                archive.writestr(member, content)
+    with pytest.raises(DataError, match=f"decompresses to more than {TRAIN * 784:,} bytes"):
+        Emnist().load(tmp_path)
+
+
+def test_emnist__a_header_that_promises_too_much_is_refused(tmp_path: Path) -> None:
+    write_bare(tmp_path, "byclass")
+    file = tmp_path / "emnist-byclass-train-images-idx3-ubyte"
+    file.write_bytes(struct.pack(">HBB3I", 0, 8, 3, 2**31, 28, 28))
+    with pytest.raises(DataError, match="its header promises more than"):
+        Emnist().load(tmp_path)
+
+
+@pytest.mark.parametrize("bomb", ["in the zip", "in the file"])
+def test_emnist__a_matlab_file_is_not_decompressed_without_end(
+    bomb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(emnist_archives, "_MOST", 2**20)
+    content = bytes(2**22)
+    if bomb == "in the file":
+        out = io.BytesIO()
+        savemat(out, {"dataset": np.zeros(2**22, dtype=np.uint8)}, do_compression=True)
+        content = out.getvalue()
+        assert len(content) < 2**20
+    with zipfile.ZipFile(tmp_path / "matlab.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("matlab/emnist-byclass.mat", content)
+    with pytest.raises(DataError, match="matlab.zip .*decompresses to more than"):
         Emnist().load(tmp_path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from fedblur.core.errors import ConfigError, DataError
 from fedblur.core.files import cache_folder
@@ -197,7 +200,7 @@ def test_cache__other_settings_share_one_file(tmp_path: Path, monkeypatch: pytes
     folder = small_femnist(tmp_path, [30, 40])
     Femnist().load(folder)
     Femnist(min_samples=35, test_share=0.2).load(folder)
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+    assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 1
 
 
 def test_cache__a_changed_source_is_read_again(tmp_path: Path) -> None:
@@ -210,13 +213,43 @@ def test_cache__an_unreadable_file_is_rebuilt(content: bytes, tmp_path: Path, mo
     monkeypatch.setenv("FEDBLUR_CACHE", str(tmp_path / "cache"))
     folder = small_mnist(tmp_path, writers=False)
     Mnist().load(folder)
-    (file,) = (tmp_path / "cache").iterdir()
+    (file,) = (tmp_path / "cache").glob("*.safetensors")
     whole = file.read_bytes()
     file.write_bytes(content or whole[: len(whole) // 2])
-    assert len(Mnist().load(folder).train) == 40
+    with pytest.warns(UserWarning, match="its content is not what was written"):
+        assert len(Mnist().load(folder).train) == 40
     assert file.stat().st_size == len(whole)
     monkeypatch.setattr(hub, "_library", lambda: pytest.fail("read again"))
     assert len(Mnist().load(folder).train) == 40
+
+
+def test_images__whose_header_promises_too_many_pixels_are_not_decompressed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from PIL import Image
+
+    pixels = np.zeros((2, 5000, 5000), dtype=np.uint8)
+    write_split(tmp_path / "mnist", "train", {"image": pixels, "label": [0, 1]})
+    monkeypatch.setattr(Image.Image, "convert", lambda *_: pytest.fail("decompressed"))
+    with pytest.raises(DataError, match="5000 x 5000 pixels; 262,144 is the limit"):
+        Mnist().load(tmp_path)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="owners and modes are POSIX's")
+def test_cache__samples_that_others_planted_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDBLUR_CACHE", str(tmp_path / "cache"))
+    folder = small_mnist(tmp_path, writers=False)
+    right = Mnist().load(folder).train.x
+    (file,) = (tmp_path / "cache").glob("*.safetensors")
+    with safe_open(file, framework="pt") as stored:
+        tensors, about = {name: stored.get_tensor(name) for name in stored.keys()}, stored.metadata()  # noqa: SIM118
+    save_file({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, file, metadata=about)
+    with pytest.warns(UserWarning, match="its content is not what was written"):
+        assert torch.equal(Mnist().load(folder).train.x, right)
+    file.with_name(f"{file.name}.sha256").unlink()
+    file.chmod(0o666)
+    with pytest.warns(UserWarning, match="others may write to it"):
+        assert torch.equal(Mnist().load(folder).train.x, right)
 
 
 def test_cache__a_folder_that_cannot_be_written_only_costs_speed(

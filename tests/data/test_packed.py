@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,14 @@ def test_packed__a_damaged_part_is_named(tmp_path: Path) -> None:
     path = export(_stored(), tmp_path)[0]
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(DataError, match="is damaged"):
+        PackedFolder(tmp_path).read()
+
+
+def test_packed__a_part_is_not_decompressed_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = export(_stored(), tmp_path)[0]
+    path.write_bytes(lzma.compress(bytes(2**22)))
+    monkeypatch.setattr(packed, "_MOST", 2**20)
+    with pytest.raises(DataError, match=f"{path.name} is damaged .*more than 1,048,576 bytes"):
         PackedFolder(tmp_path).read()
 
 

@@ -41,6 +41,7 @@ if __name__ == "__main__":
     os.environ |= {"COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb", "MPLBACKEND": "Agg", "FEDBLUR_TIMING": "off"}
     with tempfile.TemporaryDirectory() as name:
         os.chdir(name)
+        os.environ["FEDBLUR_POPULATIONS"] = f"{name}/populations"
         Path("examples").symlink_to(ROOT / "examples")
         sys.path.insert(0, name)
         print(renew(sys.argv[1], Path(name)), "outputs replaced")

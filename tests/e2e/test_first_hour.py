@@ -153,7 +153,7 @@ def test_folder__of_a_deployment_is_not_empty(run: Path) -> None:
 
 def test_extra__that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "fedblur.flower.gateway", raising=False)
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.setitem(sys.modules, "h11", None)
     assert "pip install 'fedblur[flower]'" in refuse("deploy", "gateway")
 
 

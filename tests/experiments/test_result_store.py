@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 from pathlib import Path
@@ -173,6 +174,17 @@ def test_pack__a_damaged_file_is_named_and_costs_no_result(tmp_path: Path) -> No
     with pytest.raises(RunError, match="damaged"):
         pack(kept)
     assert len([*kept.glob("*.json")]) == 1
+
+
+def test_results__a_packed_file_is_not_decompressed_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b" " * 2**22 + b"\n"))
+    monkeypatch.setattr("fedblur.experiments.result_store._MOST_BYTES", 2**20)
+    with pytest.raises(RunError, match="a.jsonl.gz .*more than 1,048,576 bytes"):
+        read_results(path)
+    assert "more than 1,048,576 bytes" in str(Results(tmp_path).broken[0])
 
 
 def test_time__a_cell_that_is_cut_off_goes_on_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

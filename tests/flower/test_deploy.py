@@ -6,11 +6,12 @@ import asyncio
 import importlib
 import os
 import re
+import socket
 import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ import pytest
 from typer.testing import CliRunner
 
 from fedblur.cli.app import app
-from fedblur.flower.gateway import make_app
+from fedblur.core.errors import ConfigError, RunError
+from fedblur.flower.gateway import Limits, listening
 from fedblur.flower.settings import Deployment
+from tests.flower.door import door, node, spoken
 from tests.flower.world import LoopGrid, federated
 
 BIN = Path(sys.executable).parent
@@ -193,10 +196,12 @@ def ask(path: str, body: bytes = b"x", largest: int = 100, away: bool = False) -
         return httpx.Response(200, content=b"answer")
 
     async def go() -> int:
-        inner = httpx.AsyncClient(transport=httpx.MockTransport(superlink), base_url="https://inner")
-        door = httpx.ASGITransport(app=make_app(inner, largest))
-        async with httpx.AsyncClient(transport=door, base_url="https://door") as client:
-            return (await client.post(path, content=body, headers={"flwr-key": "k"})).status_code
+        async with door(Limits(body=largest), superlink) as made, node(made.url) as client:
+            answer = await client.post(
+                "/", content=body, headers={"flwr-key": "k"}, extensions={"target": path.encode()}
+            )
+            assert answer.content == (b"answer" if answer.is_success else b"")
+            return answer.status_code
 
     return asyncio.run(go()), seen
 
@@ -243,19 +248,6 @@ def test_gateway__refuses_huge_requests() -> None:
     assert not seen
 
 
-def through(steps: Callable[[httpx.AsyncClient], Awaitable[list[int]]], **limits: float) -> list[int]:
-    """Statuses of requests through a gateway whose SuperLink answers at once."""
-
-    async def go() -> list[int]:
-        superlink = httpx.MockTransport(lambda request: httpx.Response(200))
-        inner = httpx.AsyncClient(transport=superlink, base_url="https://inner")
-        door = httpx.ASGITransport(app=make_app(inner, 100, **limits))
-        async with httpx.AsyncClient(transport=door, base_url="https://door") as client:
-            return await steps(client)
-
-    return asyncio.run(go())
-
-
 async def held_up(until: asyncio.Event) -> AsyncIterator[bytes]:
     """A body of 80 bytes whose last one is kept back."""
     yield bytes(79)
@@ -263,35 +255,55 @@ async def held_up(until: asyncio.Event) -> AsyncIterator[bytes]:
     yield b"x"
 
 
-def test_gateway__a_body_that_does_not_come_is_not_waited_for() -> None:
-    async def steps(client: httpx.AsyncClient) -> list[int]:
-        return [(await client.post("/v1/fleet/x", content=held_up(asyncio.Event()))).status_code]
+@pytest.mark.parametrize("limits", [{"pause": 0.2}, {"whole": 0.2}])
+def test_gateway__a_body_that_does_not_come_is_not_waited_for(limits: dict[str, float]) -> None:
+    async def go() -> bytes:
+        async with door(Limits(**limits)) as made:
+            head = b"POST /v1/fleet/x HTTP/1.1\r\nhost: x\r\ncontent-length: 80\r\n\r\n"
+            return await spoken(made.port, head + bytes(79))
 
-    assert through(steps, seconds=0.2) == [408]
+    assert asyncio.run(go()).startswith(b"HTTP/1.1 408 ")
 
 
 def test_gateway__bodies_of_many_connections_together_are_limited() -> None:
-    async def steps(client: httpx.AsyncClient) -> list[int]:
-        end = asyncio.Event()
-        first = asyncio.create_task(client.post("/v1/fleet/x", content=held_up(end)))
-        await asyncio.sleep(0.1)
-        second = await client.post("/v1/fleet/x", content=bytes(80))
-        end.set()
-        answers = [second, await first, await client.post("/v1/fleet/x", content=bytes(80))]
-        return [answer.status_code for answer in answers]
+    async def go() -> list[int]:
+        async with door(Limits(body=100, bodies=150)) as made, node(made.url) as client:
+            end = asyncio.Event()
+            first = asyncio.create_task(client.post("/v1/fleet/x", content=held_up(end)))
+            await made.until(lambda gateway: gateway.held == 79)
+            second = await client.post("/v1/fleet/x", content=bytes(80))
+            end.set()
+            answers = [second, await first, await client.post("/v1/fleet/x", content=bytes(80))]
+            assert made.gateway.held == 0
+            return [answer.status_code for answer in answers]
 
-    assert through(steps, together=150) == [503, 200, 200]
+    assert asyncio.run(go()) == [503, 200, 200]
 
 
 def test_gateway__listens_where_it_is_told_to_a_limited_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert init(tmp_path / "f", "--host", "::1").exit_code == 0
     subprocess.run(["sh", str(tmp_path / "f/certificates.sh")], check=True, capture_output=True)
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr("fedblur.flower.gateway.uvicorn.run", lambda app, **options: asked.append(options))
-    options = ["--listen", "[::1]:8443", "--secrets", str(tmp_path / "f/secrets"), "--connections", "7"]
+    asked: list[Any] = []
+    monkeypatch.setattr("fedblur.flower.gateway.listening", lambda listen: [asked.append(listen)])
+    monkeypatch.setattr("fedblur.flower.gateway._serve", lambda *given: asked.extend(given))
+    monkeypatch.setattr("fedblur.flower.gateway.asyncio.run", lambda given: None)
+    options = ["--listen", "[::1]:8443", "--secrets", str(tmp_path / "f/secrets")]
+    options += ["--connections", "7", "--per-address", "3"]
     result = CliRunner().invoke(app, ["deploy", "gateway", *options])
     assert result.exit_code == 0, result.output
-    assert (asked[0]["host"], asked[0]["port"], asked[0]["limit_concurrency"]) == ("::1", 8443, 7)
+    assert asked[0] == "[::1]:8443"
+    assert (asked[4].connections, asked[4].per_address) == (7, 3)
+
+
+@pytest.mark.parametrize("listen", ["8443", "host:port", ":8443", "[]:1"])
+def test_gateway__an_address_that_is_none_is_named(listen: str) -> None:
+    with pytest.raises(ConfigError, match="must be an address and a port"):
+        listening(listen)
+
+
+def test_gateway__an_address_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(RunError, match="cannot be used"):
+        listening(f"127.0.0.1:{taken.getsockname()[1]}")
 
 
 def test_gateway__needs_its_certificates(tmp_path: Path) -> None:

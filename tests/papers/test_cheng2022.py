@@ -24,7 +24,7 @@ SETTINGS = [
     "checkpoint_every=2",
     "local.steps=2",
     "local.batch_size=2",
-    "sample_rate=0.08",
+    "sample_rate=0.25",
     "delta=1e-5",
 ]
 
@@ -42,7 +42,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     grey, colour = (1, 28, 28), (3, 32, 32)
     export(Stored({"train": _split(186, grey, 62), "test": _split(8, grey, 62)}, 62), folder / "emnist")
-    export(Stored({"train": _split(600, grey, 62, writers=30)}, 62), folder / "femnist")
+    export(Stored({"train": _split(200, grey, 62, writers=10)}, 62), folder / "femnist")
     export(Stored({"train": _split(100, colour, 10), "test": _split(8, colour, 10)}, 10), folder / "cifar10")
     return folder
 
@@ -50,7 +50,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _small(cell: Cell) -> Cell:
     if cell.config.voting is None:
         return cell
-    voting = replace(cell.config.voting, queries=4, teacher_steps=2, student_steps=4)
+    voting = replace(cell.config.voting, queries=4, pool_share=0.25, teacher_steps=2, student_steps=4)
     return replace(cell, config=replace(cell.config, method=(voting,)))
 
 
@@ -61,8 +61,8 @@ COMMON = {"table1-resnet18": "epsilon=6", "table3-resnet18": "sparsity=0.7", "ta
 
 def _cells(path: Path) -> list[Cell]:
     writers, large = "femnist" in path.name, "resnet" in path.name
-    size = ["clients=24"] if writers else ["clients=25", "partition.samples_per_client=2"]
-    few = ["local.steps=1", "sample_rate=0.04"] if large else []
+    size = ["clients=8"] if writers else ["clients=5" if large else "clients=8", "partition.samples_per_client=2"]
+    few = ["local.steps=1", "sample_rate=0.2"] if large else []
     spec = read_spec(path, [*SETTINGS, *size, *few])
     cells = [cell for cell in spec.cells if cell.fits([COMMON[path.stem]] if path.stem in COMMON else [])]
     first = {cell.label: _small(cell) for cell in reversed(cells)}

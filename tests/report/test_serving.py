@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -30,7 +31,11 @@ def server(tmp_path: Path) -> Iterator[LiveServer]:
         thread.join()
 
 
-def ask(server: LiveServer, method: str = "GET", path: str = "/", **headers: str) -> tuple[int, dict[str, str], str]:
+def ask(
+    server: LiveServer, method: str = "GET", path: str = "/", token: str | None = None, **headers: str
+) -> tuple[int, dict[str, str], str]:
+    """With the server's own token unless another one is given."""
+    path += f"{'&' if '?' in path else '?'}token={server.token if token is None else token}"
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=300)
     connection.putrequest(method, path, skip_host="Host" in headers)
     for name, value in headers.items():
@@ -74,9 +79,28 @@ def test_watch__localhost_is_this_machine_too(server: LiveServer) -> None:
     assert ask(server, Host=f"localhost:{server.server_port}")[0] == 200
 
 
-@pytest.mark.parametrize("path", ["/rounds.jsonl", "/../../etc/passwd", "/index.html", "/?x=1", "/run/"])
+@pytest.mark.parametrize("path", ["/rounds.jsonl", "/../../etc/passwd", "/index.html", "/x", "/run/"])
 def test_watch__serves_one_page_and_no_files(server: LiveServer, path: str) -> None:
     assert ask(server, path=path)[0] == 404
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "HEAD"])
+@pytest.mark.parametrize("path", ["/", "/rounds.jsonl"])
+@pytest.mark.parametrize("token", ["", "x" * 43, "%00", "é"])
+def test_watch__without_the_token_nobody_sees_the_page(server: LiveServer, method: str, path: str, token: str) -> None:
+    """Every user of this machine reaches the port."""
+    status, headers, body = ask(server, method, path, token=quote(token, safe="%"))
+    assert status == 403
+    assert "<html" not in body
+    assert str(server.live.path) not in body
+    assert not {"ETag", "Set-Cookie"} & set(headers)
+
+
+def test_watch__every_server_has_a_token_of_its_own(server: LiveServer, tmp_path: Path) -> None:
+    with serve(Live(tmp_path / "run"), port=0) as other:
+        assert len(other.token) >= 40
+        assert ask(server, token=other.token)[0] == 403
+        assert server.url.endswith(f":{server.server_port}/?token={server.token}")
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH"])
@@ -112,7 +136,7 @@ def test_watch__ends_cleanly_when_it_is_interrupted(tmp_path: Path) -> None:
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heard
     ) as process:
         assert process.stdout is not None
-        assert re.search(r"at http://127.0.0.1:\d+/", process.stdout.readline())
+        assert re.search(r"at http://127.0.0.1:\d+/\?token=[\w-]{40,} ", process.stdout.readline())
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=300)
     assert process.returncode == 0

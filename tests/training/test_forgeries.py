@@ -7,7 +7,7 @@ shows the same table.
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     public = make_key(key)
     settings = {
         "private": SETTINGS,
-        "seeded": fedblur.Config(epsilon=4.0, rounds=4, sample_rate=0.2, clients=60, checkpoint_every=1, seed=1),
+        "seeded": replace(SETTINGS, seed=1),
         "other": SETTINGS,
     }
     seals = {}
@@ -205,7 +205,8 @@ def seeded_without_its_seed(run: Path, world: World) -> None:
 def rechained_noise(run: Path, world: World) -> None:
     """The twenty lines of the attack: ε = 4 became a verified 0.788 although config.json says 4."""
     rechain(run, more_noise)
-    edit_json(run / "summary.json", claim(epsilon=0.788))
+    sigma = 3 * json.loads((run / "summary.json").read_text())["privacy"]["noise_multiplier"]
+    edit_json(run / "summary.json", claim(epsilon=_epsilon(run), noise_multiplier=sigma))
     fit_everything(run)
     keep_a_checkpoint(run)
 
@@ -370,3 +371,6 @@ def test_statement__does_not_believe_a_summary_without_its_warning(world: World,
     assert "NOT PRIVATE" in statement.one_line()
     assert "LEDGER NOT VERIFIED" in statement.one_line()
     assert statement.facts()["clients"] == 60
+    derived = RunFolder(run).read_summary()  # what reports and tables read
+    assert derived is not None
+    assert (derived.privacy.warning, derived.clients) == ("NOT PRIVATE: seeded", 60)

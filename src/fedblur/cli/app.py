@@ -46,6 +46,7 @@ COMMANDS = {
     ),
     "data": ("data:app", "List, fetch and inspect data sets."),
     "ledger": ("ledger:app", "Show what runs have spent; sign, seal and verify their ledgers."),
+    "population": ("population:app", "Show and limit what all runs on the same people spend together."),
     "deploy": ("deploy:app", "Deploy a real federation over Flower: TLS, keys for nodes, secure sums."),
 }
 _REPEATABLE = {"table", "tune", "audit"}  # to continue, run the same command again

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedblur.cli.errors import FOUND
-from fedblur.cli.options import Json, Plugin, Quiet, on_machine
+from fedblur.cli.options import Json, Plugin, Population, Quiet, on_machine
 from fedblur.cli.output import print_json
 from fedblur.core.config import Config, canonical, config_hash, from_dict
 from fedblur.core.errors import ConfigError, RunError
@@ -23,7 +23,9 @@ from fedblur.experiments.audit import Audit, Check, Finding, WorstCase, audit, c
 from fedblur.experiments.audit.worst_case import worst_case_ticks
 from fedblur.experiments.recipe import configure
 from fedblur.experiments.table import read_spec
+from fedblur.privacy.claim import PopulationTotal, from_json
 from fedblur.report.progress import bar
+from fedblur.report.text import words_of_population
 from fedblur.training.machine import Machine
 from fedblur.training.run_folder import RunFolder
 
@@ -45,6 +47,7 @@ def audit_(
     control: Annotated[
         bool, typer.Option(help="Also run each row once without noise; the attack must find it.")
     ] = False,
+    population: Population = None,
     plugin: Plugin = None,
     worst_case: Annotated[
         bool, typer.Option(help="Instead, repeat a few rounds on a tiny model many times, and test noise and cohorts.")
@@ -64,6 +67,8 @@ def audit_(
     Example: `fedblur audit --worst-case`
     """
     configs = _configs(what)
+    if population is not None:
+        configs = [(name, replace(config, population=population)) for name, config in configs]
     if worst_case:
         _worst_cases(configs, what is None, repetitions, machine, json_, quiet)
         return
@@ -79,6 +84,11 @@ def audit_(
     else:
         Console().print(render(results))
         Console().print(f"Results: {folder}", markup=False)
+        totals = [
+            from_json(PopulationTotal, result["population"], folder) for result in results if "population" in result
+        ]
+        for total in {total.name: total for total in totals}.values():
+            Console().print(words_of_population(total), highlight=False, markup=False, soft_wrap=True)
     if any(result["verdict"] in ("ABOVE", "BROKEN") and not result["noise_removed"] for result in results):
         raise typer.Exit(FOUND)
 

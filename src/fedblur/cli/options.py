@@ -46,6 +46,10 @@ Plugin = Annotated[
         help="A Python file that registers your own parts (it is executed); repeatable.",
     ),
 ]  # fmt: skip
+Population = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Whose budget pays: one for all runs on these people. Public data need none."),
+]
 DataDir = Annotated[Path | None, typer.Option(help="Folder with data sets in the hub's layout.", envvar="FEDBLUR_DATA")]
 RankTimeout = Annotated[float, typer.Option(help="Seconds that processes under torchrun wait for each other.")]
 

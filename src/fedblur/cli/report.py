@@ -46,12 +46,14 @@ def watch(
 ) -> None:
     """Serve the report of a run on this machine, and update it while the run continues. Ctrl-C ends it.
 
+    The address has a random token: without it, other users of this machine do not see the page.
+
     Example: `fedblur watch runs/quickstart`
     """
     console = Console(soft_wrap=True)
     try:
         with serve(Live(run), port) as server:
-            console.print(f"Watching {run} at http://127.0.0.1:{server.server_port}/ (Ctrl-C ends it)", highlight=False)
+            console.print(f"Watching {run} at {server.url} (Ctrl-C ends it)", highlight=False, markup=False)
             server.serve_forever(poll_interval=0.2)
     except KeyboardInterrupt:
         console.print("stopped watching; the run itself continues", highlight=False)

@@ -12,7 +12,17 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from fedblur.cli.options import Json, Plugin, Quiet, RankTimeout, complete, complete_method, complete_recipe, on_machine
+from fedblur.cli.options import (
+    Json,
+    Plugin,
+    Population,
+    Quiet,
+    RankTimeout,
+    complete,
+    complete_method,
+    complete_recipe,
+    on_machine,
+)
 from fedblur.cli.output import print_json
 from fedblur.core.callbacks import Watcher
 from fedblur.core.config import apply_overrides, parse_value
@@ -83,6 +93,7 @@ def run(
     seed: Annotated[
         int | None, typer.Option(help="Makes the run reproducible and NOT PRIVATE; leave it out to protect people.")
     ] = None,
+    population: Population = None,
     set_: Set = None,
     plugin: Plugin = None,
     out: Annotated[Path | None, typer.Option(help="Run folder (default: runs/DATASET-DATE-TIME).")] = None,
@@ -106,7 +117,7 @@ def run(
     flags = {
         "dataset": dataset, "model": model, "method": method, "epsilon": epsilon, "rounds": rounds,
         "delta": None if delta is None else parse_value(delta), "sample_rate": sample_rate, "clients": clients,
-        "seed": seed, "recipe": recipe,
+        "seed": seed, "recipe": recipe, "population": population,
     }  # fmt: skip
     table |= {key: value for key, value in flags.items() if value is not None}
     resolved = configure(apply_overrides(table, set_ or []))

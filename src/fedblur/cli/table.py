@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +12,7 @@ import typer
 from rich.console import Console
 
 from fedblur.cli.options import Json, Plugin, Quiet, on_machine
+from fedblur.cli.options import Population as PopulationOption
 from fedblur.cli.output import print_json
 from fedblur.core.errors import ConfigError
 from fedblur.experiments.forecast import forecast
@@ -18,9 +20,11 @@ from fedblur.experiments.result_store import Results, Stale
 from fedblur.experiments.table import Cell, TimeLimit, aggregate, pending, run_cells
 from fedblur.experiments.table_spec import Spec, read_spec
 from fedblur.privacy.claim import SEEDED
+from fedblur.privacy.populations import Population
 from fedblur.report.progress import RunProgress, one_by_one
 from fedblur.report.statement import words_of_total, write_statement
 from fedblur.report.table import print_whole, render, render_forecast
+from fedblur.report.text import words_of_population
 from fedblur.training.machine import Machine
 from fedblur.training.run_folder import RunFolder
 from fedblur.training.verify_ledger import read_books
@@ -47,6 +51,7 @@ def table(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List cells with their noise, R and time; run nothing.")
     ] = False,
+    population: PopulationOption = None,
     plugin: Plugin = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting in every cell.")
@@ -65,7 +70,8 @@ def table(
 
     Example: `fedblur table examples/quickstart.toml --out runs/quickstart`
     """
-    specs = [read_spec(path, set_ or ()) for path in paths]
+    named = [f"population={json.dumps(population)}"] if population else []
+    specs = [read_spec(path, [*(set_ or ()), *named]) for path in paths]
     cells = [cell for spec in specs for cell in spec.cells]
     for pattern in only or ():  # one that fits nothing is a mistake, not a finished table
         if not any(cell.fits([pattern]) for cell in cells):
@@ -143,6 +149,10 @@ def _show(specs: list[Spec], store: Results, cells: Path, as_json: bool) -> None
             output.print(line, markup=False, soft_wrap=True, highlight=False)
     if as_json:
         print_json(tables[0] if len(tables) == 1 else {"tables": tables})
+        return
+    results = (store.found[cell.key] for spec in specs for cell in spec.cells if cell.key in store.found)
+    for name in sorted({each["name"] for result in results if (each := result["privacy"].get("population"))}):
+        output.print(words_of_population(Population(name).total()), highlight=False, markup=False, soft_wrap=True)
 
 
 def _privacy(runs: list[Path], tuning: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fedblur.cli.options import Json, Plugin, Quiet, complete, on_machine
+from fedblur.cli.options import Json, Plugin, Population, Quiet, complete, on_machine
 from fedblur.cli.output import print_json
 from fedblur.core.config import Config, apply_overrides
 from fedblur.core.errors import ConfigError
@@ -49,6 +50,7 @@ def tune(
     proxy_set: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting of the runs on proxy data; repeatable.")
     ] = None,
+    population: Population = None,
     plugin: Plugin = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what it would cost; run nothing.")] = False,
     *,
@@ -63,7 +65,8 @@ def tune(
 
     Example: `fedblur tune examples/quickstart-tune.toml --dry-run`
     """
-    configs = [cell.config for cell in read_spec(path).cells]
+    named = [f"population={json.dumps(population)}"] if population else []
+    configs = [cell.config for cell in read_spec(path, named).cells]
     folder = out or Path("runs") / f"{path.stem}-tuned"
     if proxy is not None:
         given = {"--epsilon": epsilon is not None, "--trials": trials != _TRIALS, "--eta": eta != _ETA}

@@ -48,6 +48,7 @@ class Config:
     clients: int | None = None  # N, training clients; None: the data set's own default
     validation_share: float = 0.1  # of all clients, about; they never train
     evaluate: Literal["test", "validation"] = "test"  # tune on "validation", report "test"
+    population: str | None = None  # whose budget this run is charged to; None: public data, or a hash of client ids
     # model and method
     model: Any = part("model", "logistic")  # the network that is trained
     method: Any = part("method", (), many=True)  # what clients do beyond DP-FedAvg, which is ()
@@ -235,6 +236,7 @@ def canonical(value: Any) -> str:
 
 # Keys that came after results were first kept: at these values they leave the hash of a configuration as it was.
 _LATER: dict[str, Any] = {"denoise": None, "test_views": 1}
+_NOT_HASHED = {"population"}  # decides no result: whose budget pays for it
 _GAUSSIAN = {"name": "gaussian", "placement": "server"}  # as version 0.1 wrote it
 
 
@@ -246,6 +248,7 @@ def config_hash(config: Config) -> str:
 def config_digest(config: Config) -> str:
     """Return the whole hash, which nobody can find a second configuration for."""
     hashed = {key: value for key, value in to_dict(config).items() if key not in _LATER or value != _LATER[key]}
+    hashed = {key: value for key, value in hashed.items() if key not in _NOT_HASHED}
     if hashed["mechanism"] == {"name": "gaussian"}:  # as earlier versions wrote it: their results keep their keys
         hashed["mechanism"] = _GAUSSIAN
     return hashlib.sha256(canonical(hashed).encode()).hexdigest()

@@ -137,7 +137,7 @@ def _plain(value: Any) -> Any:
 
 def from_table(schema: type, table: Mapping[str, Any], prefix: str = "") -> Any:
     """Make a frozen dataclass from plain values. Its fields are the schema; anything else is an error."""
-    hints = typing.get_type_hints(schema)
+    hints = _hints(schema)
     fields = {f.name: f for f in dataclasses.fields(schema)}
     unknown = next((key for key in table if key not in fields), None)
     if unknown is not None:
@@ -147,9 +147,14 @@ def from_table(schema: type, table: Mapping[str, Any], prefix: str = "") -> Any:
     return schema(**values)
 
 
+@functools.cache  # a table asks for those of the same few classes thousands of times
+def _hints(schema: type) -> dict[str, Any]:
+    return typing.get_type_hints(schema)
+
+
 def check_types(part: Any, prefix: str = "") -> None:
     """Check values that were given in Python: a dataclass does not check them itself."""
-    hints = typing.get_type_hints(type(part))
+    hints = _hints(part.__class__)
     for field in dataclasses.fields(part):
         if "part" not in field.metadata:
             value = _convert(field, hints[field.name], getattr(part, field.name), prefix)

@@ -1,7 +1,8 @@
 """Packed samples on disk, so that images are decoded once. In: a source. Out: its samples.
 
 There is one safetensors file for each data set and source, in FEDBLUR_CACHE or the platform's user cache folder. It may
-be deleted at any time. A cache that cannot be read is rebuilt; one that cannot be written only costs time.
+be deleted at any time. A cache that cannot be read, or that others could have written, is rebuilt; one that cannot be
+written only costs time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from fedblur.core.cache_files import keep, open_kept, own_folder
+from fedblur.core.errors import RunError
 from fedblur.core.files import cache_folder
 from fedblur.data.source import Place, Source, Split, Stored
 
@@ -47,10 +50,11 @@ def place_of(name: str, source: Source) -> Place:
 
 
 def _load(path: Path) -> Stored | None:
-    if not path.is_file():
+    kept = open_kept(path, adopt=True)
+    if kept is None:
         return None
     try:
-        with safe_open(path, framework="pt") as file:
+        with kept, safe_open(path, framework="pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, not a dictionary
             about = file.metadata()
         splits = {}
@@ -68,11 +72,12 @@ def _save(path: Path, stored: Stored) -> None:
         parts = {"x": split.x, "y": split.y, "writers": split.writers, "people": split.people}
         tensors |= {f"{name}.{part}": value.contiguous() for part, value in parts.items() if value is not None}
     about = {"classes": str(stored.classes), "splits": ",".join(stored.splits)}
+    if not own_folder(path.parent):
+        return
     try:  # a file of our own is renamed: two processes may pack the same data, and the last rename wins
-        path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as scratch:
             draft = Path(scratch) / path.name
             save_file(tensors, draft, metadata=about)
-            draft.replace(path)
-    except (OSError, SafetensorError):
+            keep(path, draft)
+    except (OSError, SafetensorError, RunError):
         return  # full disk or a folder that may not be written: the next load decodes again

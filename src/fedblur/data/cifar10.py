@@ -24,6 +24,7 @@ class Cifar10(Dataset):
     default_partition: ClassVar[str] = "dirichlet"
     default_clients: ClassVar[int | None] = 1000
     summary: ClassVar[str] = "32x32 colour images, 10 classes, 50,000 training images"
+    public: ClassVar[bool] = True
 
     def form(self) -> Form:
         return (3, 32, 32), _CLASSES

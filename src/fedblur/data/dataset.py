@@ -41,6 +41,7 @@ class Described(ABC):
     default_clients: ClassVar[int | None]  # training clients of made-up partitions; None: the user must say
     summary: ClassVar[str]  # one line for `fedblur data list`
     text: ClassVar[bool] = False  # samples are windows of tokens, int16
+    public: ClassVar[bool] = False  # published or generated: runs on them are charged to nobody (docs/populations.md)
 
     def form(self) -> Form | None:
         """Return the shape of a sample and the number of classes, where they are known without loading."""

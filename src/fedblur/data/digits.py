@@ -24,6 +24,7 @@ class Digits(Dataset):
     default_partition: ClassVar[str] = "iid"
     default_clients: ClassVar[int | None] = 359
     summary: ClassVar[str] = "scikit-learn's 8x8 digits, 10 classes, 1,437 training images"
+    public: ClassVar[bool] = True
 
     def form(self) -> Form:
         return (1, 8, 8), 10

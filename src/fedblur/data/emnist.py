@@ -32,6 +32,7 @@ class Emnist(Dataset):
     default_partition: ClassVar[str] = "dirichlet"
     default_clients: ClassVar[int | None] = 3400
     summary: ClassVar[str] = "28x28 handwritten characters, 62 classes (byclass), 697,932 training images"
+    public: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_share("dataset.emnist.test_share", self.test_share)

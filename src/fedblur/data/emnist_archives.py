@@ -8,23 +8,29 @@ from __future__ import annotations
 
 import gzip
 import io
+import math
 import struct
 import zipfile
 import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedblur.core.decompression import Readable, count_at_most, read_at_most
 from fedblur.core.errors import DataError
 from fedblur.data.roles import identities
 from fedblur.data.source import Source, Split, Stored, fingerprint
 
 CLASSES = {"byclass": 62, "bymerge": 47, "balanced": 47, "letters": 26, "digits": 10, "mnist": 10}
 _FIRST_LABEL = {"letters": 1}
+_MOST = 2**30  # bytes of a file without its compression; the largest, byclass's training images, has 547,178,704
+_COMPRESSED = 15  # the kind of a MATLAB file's compressed elements
 _BROKEN = (
     OSError, EOFError, KeyError, IndexError, TypeError, ValueError, zipfile.BadZipFile, zlib.error, struct.error,
 )  # fmt: skip
@@ -65,8 +71,10 @@ class MatArchive:
 
         splits: dict[str, Split] = {}
         try:
-            stream = io.BytesIO(_unwrapped(self.file, f"emnist-{self.split}.mat"))
-            root = loadmat(stream, variable_names=["dataset"])["dataset"][0, 0]
+            with _opened(self.file, f"emnist-{self.split}.mat") as stream:
+                content = read_at_most(stream, _MOST)
+            _check_mat(content)
+            root = loadmat(io.BytesIO(content), variable_names=["dataset"])["dataset"][0, 0]
             for name in ("train", "test"):
                 table = root[name][0, 0]
                 writers = table["writers"].ravel() if "writers" in (table.dtype.names or ()) else None
@@ -93,7 +101,8 @@ class IdxArchive:
         try:
             for position, name in enumerate(_idx_names(self.split)):
                 file = self.files[position % len(self.files)]  # the zip holds all four
-                arrays.append(_read_idx(_unwrapped(file, f"{name}.gz")))
+                with _opened(file, f"{name}.gz") as stream:
+                    arrays.append(_read_idx(stream))
             file = self.files[0]
             pairs = {"train": arrays[:2], "test": arrays[2:]}
             splits = {name: _split_of(images, labels, None, self.split) for name, (images, labels) in pairs.items()}
@@ -107,26 +116,54 @@ def _idx_names(split: str) -> list[str]:
     return [f"emnist-{split}-{part}-{kind}" for part in ("train", "test") for kind in kinds]
 
 
-def _unwrapped(file: Path, member: str) -> bytes:
-    """Return a file's content without zip and gzip; `member` is looked up by name in a zip."""
-    name, content = file.name, file.read_bytes() if file.suffix != ".zip" else b""
-    if file.suffix == ".zip":
-        with zipfile.ZipFile(file) as archive:
+@contextmanager
+def _opened(file: Path, member: str) -> Iterator[Readable]:
+    """Open a file's content without zip and gzip; `member` is looked up by name in a zip."""
+    with ExitStack() as stack:
+        name = file.name
+        stream: IO[bytes] = stack.enter_context(file.open("rb"))
+        if file.suffix == ".zip":
+            archive = stack.enter_context(zipfile.ZipFile(stream))
             name = next((n for n in archive.namelist() if n.rpartition("/")[2] == member), "")
             if not name:
                 raise ValueError(f"it has no {member}")
-            content = archive.read(name)
-    return gzip.decompress(content) if name.endswith(".gz") else content
+            stream = stack.enter_context(archive.open(name))
+        yield gzip.GzipFile(fileobj=stream) if name.endswith(".gz") else stream
 
 
-def _read_idx(content: bytes) -> NDArray[np.uint8]:
+def _check_mat(content: bytes) -> None:
+    """Refuse a MATLAB file whose compressed elements hold more than the limit together; scipy has none."""
+    order = "<" if content[126:128] == b"IM" else ">"
+    at, left = 128, _MOST
+    while at + 8 <= len(content):
+        kind, size = struct.unpack(f"{order}II", content[at : at + 8])
+        if kind == _COMPRESSED:
+            stream = _Inflated(content[at + 8 : at + 8 + size])
+            left -= count_at_most(stream, left)
+        at += 8 + size
+
+
+class _Inflated:
+    """The content of a zlib stream."""
+
+    def __init__(self, data: bytes) -> None:
+        self._left, self._inflate = data, zlib.decompressobj()
+
+    def read(self, size: int, /) -> bytes:
+        part = self._inflate.decompress(self._left, size)
+        self._left = self._inflate.unconsumed_tail
+        return part
+
+
+def _read_idx(stream: Readable) -> NDArray[np.uint8]:
     """Read the IDX format: 0, 0, type 8 (unsigned byte), number of dimensions; each dimension; then the bytes."""
-    zero, kind, dimensions = struct.unpack(">HBB", content[:4])
+    zero, kind, dimensions = struct.unpack(">HBB", stream.read(4))
     if zero != 0 or kind != 8:
         raise ValueError("it does not start like an IDX file of bytes")
-    start = 4 + 4 * dimensions
-    shape = struct.unpack(f">{dimensions}I", content[4:start])
-    return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(shape)
+    shape = struct.unpack(f">{dimensions}I", stream.read(4 * dimensions))
+    if math.prod(shape) > _MOST:
+        raise ValueError(f"its header promises more than {_MOST:,} bytes")
+    return np.frombuffer(read_at_most(stream, math.prod(shape)), dtype=np.uint8).reshape(shape)
 
 
 def _split_of(images: NDArray[Any], labels: NDArray[Any], writers: NDArray[Any] | None, split: str) -> Split:

@@ -7,8 +7,9 @@ exact, and their roles are drawn at random. (One client more deals all samples a
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def load_federation(
         wanted = clients or part.default_clients
         if wanted is None:
             raise ConfigError(f"{part.part_name} has no default number of clients; give clients=N")
-        return part.federation(wanted, validation_share, seed)
+        return replace(part.federation(wanted, validation_share, seed), public=part.public)
     raw = part.load(data_dir)
     if partition is None:
         no_writers = part.default_partition == "natural" and raw.owners is None
@@ -51,7 +52,9 @@ def load_federation(
     roles, made_up = (_natural_roles, "") if isinstance(chosen, Natural) else (_made_up_roles, raw.made_up_note)
     plan = roles(part, raw, clients, validation_share, seed)
     owners = chosen.owners(raw.train.y, plan.clients, Seeded.root(seed).child("partition").numpy(), raw.owners)
-    return _federation(part.part_name, raw, owners, plan, "; ".join(filter(None, (made_up, raw.note))))
+    data = _federation(part.part_name, raw, owners, plan, "; ".join(filter(None, (made_up, raw.note))))
+    ids = raw.names or [str(client) for client in range(plan.clients)]
+    return replace(data, public=part.public, members="" if part.public else _members(ids))
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,8 @@ def federation_from_arrays(
     validation_share: float = 0.0,
     seed: int = 0,
     names: Sequence[str] | None = None,
+    population: str | None = None,
+    public: bool = False,
 ) -> Federation:
     """Make a federation of numpy arrays or tensors: samples, labels, and the client 0..N-1 of each (-1: left out).
 
@@ -145,6 +150,9 @@ def federation_from_arrays(
     With a `validation_share` each client validates or trains by a hash of its name, `seed` and the share: about that
     share of them, and nobody's role depends on who else is there. A client's name is its number; if numbers change when
     others come and go, give `names`, what each client is always called.
+
+    `population` names these people: all runs on them share one budget (docs/populations.md). Without it they are known
+    by a keyed hash of the clients' names. `public=True` says that the data are no secret: nothing is tracked.
     """
     _check_request(None, validation_share)
     train, test = _own_samples("", x, y), _own_samples("test_", test_x, test_y)
@@ -177,7 +185,16 @@ def federation_from_arrays(
             "own; raise it"
         )
     roles = _Roles(total, training, validation, by_id=validation_share > 0)
-    return _federation("arrays", Raw(train, test, who, known), who, roles, "")
+    data = _federation("arrays", Raw(train, test, who, known), who, roles, "")
+    return replace(data, population=population, public=public, members=_members(given))
+
+
+def _members(ids: Sequence[str]) -> str:
+    """Return a hash of all client ids, in whatever order, and of how many there are."""
+    digest = hashlib.sha256(str(len(ids)).encode())
+    for client in sorted(ids):
+        digest.update(f"\n{len(client)} {client}".encode())
+    return digest.hexdigest()
 
 
 def _own_samples(prefix: str, x: Any, y: Any) -> Samples:

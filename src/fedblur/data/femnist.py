@@ -36,6 +36,7 @@ class Femnist(Dataset):
     default_partition: ClassVar[str] = "natural"
     default_clients: ClassVar[int | None] = None
     summary: ClassVar[str] = "28x28 handwritten characters by writer, 62 classes, about 3,600 writers"
+    public: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.min_samples < 1:

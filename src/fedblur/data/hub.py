@@ -25,6 +25,7 @@ from fedblur.data.packed import packed_folder
 from fedblur.data.roles import identities
 from fedblur.data.source import Source, Split, Stored, data_folder, fingerprint
 
+_PIXELS = 512 * 512  # of an image; a thousand of them are decoded at a time
 Mode = Literal["L", "RGB"]  # grey or colour, as Pillow names them
 
 
@@ -163,10 +164,14 @@ def _decode(column: Any, mode: Mode) -> NDArray[np.uint8]:
     """Decode images of one size: [images, channels, height, width]."""
     from PIL import Image
 
-    pictures = [np.asarray(Image.open(io.BytesIO(cell["bytes"])).convert(mode)) for cell in column.to_pylist()]
-    if len({picture.shape for picture in pictures}) > 1:
+    opened = [Image.open(io.BytesIO(cell["bytes"])) for cell in column.to_pylist()]
+    sizes = {picture.size for picture in opened}  # by their headers: nothing is decompressed yet
+    if len(sizes) > 1:
         raise DataError("the images differ in size; all images of a data set must have the same height and width")
-    stacked = np.stack(pictures)
+    if any(width * height > _PIXELS for width, height in sizes):
+        width, height = sizes.pop()
+        raise DataError(f"an image has {width} x {height} pixels; {_PIXELS:,} is the limit")
+    stacked = np.stack([np.asarray(picture.convert(mode)) for picture in opened])
     return stacked[:, None] if mode == "L" else np.ascontiguousarray(stacked.transpose(0, 3, 1, 2))
 
 

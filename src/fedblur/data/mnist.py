@@ -28,6 +28,7 @@ class Mnist(Dataset):
     default_partition: ClassVar[str] = "natural"
     default_clients: ClassVar[int | None] = 1000
     summary: ClassVar[str] = "28x28 handwritten digits, 10 classes, 60,000 training images"
+    public: ClassVar[bool] = True
 
     def form(self) -> Form:
         return (1, 28, 28), _CLASSES

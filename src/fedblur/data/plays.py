@@ -36,6 +36,7 @@ class Plays(Dataset):
     default_partition: ClassVar[str] = "natural"
     default_clients: ClassVar[int | None] = None
     summary: ClassVar[str] = "next characters in Shakespeare's 37 plays, 36 characters, 894 speakers (text)"
+    public: ClassVar[bool] = True
     text: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -128,6 +128,9 @@ class Federation:
     validation_sizes: Tensor | None = None  # [validation clients], int64: whose samples follow whose in `validation`
     by_id: bool = False  # whether roles follow from clients' own ids (`roles.py`)
     remote: bool = False  # whether clients' samples stay on their own machines: here, nobody can read them
+    population: str | None = None  # whose budget runs on these data are charged to (docs/populations.md)
+    public: bool = False  # whether these are nobody's secret: then only a named population is tracked
+    members: str = field(default="", repr=False)  # a hash of all client ids, which is never written down as it is
     features: dict[str, Federation] = field(default_factory=dict, init=False, repr=False, compare=False)
     """These data as a fixed front of a model sees them, by the front's key: computed once for all runs on them."""
 

@@ -41,6 +41,7 @@ class Synthetic(Generated):
     default_partition: ClassVar[str] = "natural"
     default_clients: ClassVar[int | None] = 1000
     summary: ClassVar[str] = "synthetic(alpha, beta) of FedProx, 60 features, 10 classes, any number of clients"
+    public: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("alpha", "beta"):

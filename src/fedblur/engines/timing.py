@@ -21,8 +21,9 @@ import torch
 from torch import nn
 
 from fedblur.core.accel_switch import accelerated
+from fedblur.core.cache_files import keep, read_kept
 from fedblur.core.errors import FedBlurError, ModelError
-from fedblur.core.files import cache_folder, make_folder, write_atomically
+from fedblur.core.files import cache_folder
 from fedblur.core.rng import Seeded
 from fedblur.data.population import Packed
 from fedblur.engines.choice import KINDS, Choice, Kind, choose_engine, rule
@@ -86,8 +87,7 @@ def timed_choice(work: Work, device: torch.device) -> Choice:
     choice, words = _faster(seconds, usual)
     if path is not None:
         with contextlib.suppress(OSError, FedBlurError):  # what cannot be kept is timed again
-            make_folder(path.parent, private=True)
-            write_atomically(path, json.dumps({"engine": choice, "why": words}).encode())
+            keep(path, json.dumps({"engine": choice, "why": words}).encode())
     return Choice(choice, f"{words}, measured")
 
 
@@ -147,8 +147,9 @@ def _machine(device: torch.device) -> str:
 
 def _load(path: Path | None) -> tuple[Kind, str] | None:
     """Load the answer; a file that is cut short or not ours counts as none."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        stored = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
+    content = None if path is None else read_kept(path)
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        stored = json.loads(content or b"{}")
         if stored["engine"] in KINDS:
             return stored["engine"], str(stored["why"])
     return None

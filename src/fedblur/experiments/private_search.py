@@ -33,7 +33,7 @@ from fedblur.training.setup import plan_for
 
 Scoring = Literal["private", "public"]
 HALF = 0.5  # a validation client adds its accuracy less a half to the score: at most this, either way
-_SAME = ("dataset", "partition", "clients", "validation_share", "data_seed", "delta", "seed")
+_SAME = ("dataset", "partition", "clients", "validation_share", "data_seed", "delta", "seed", "population")
 _LEAST_SHARE = 0.02  # of the total, for one trial
 _TOLERANCE = 1e-3  # of the trials' epsilon, where the total is given
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from fedblur.core.callbacks import Row
 from fedblur.core.config import Config, canonical, config_hash, differences, from_dict, to_dict
+from fedblur.core.decompression import read_at_most
 from fedblur.core.errors import FedBlurError, RunError
 from fedblur.core.files import (
     demand_digest,
@@ -35,6 +36,7 @@ from fedblur.core.files import (
 Result = dict[str, Any]
 PACKED = ".jsonl.gz"
 _UNREADABLE = (OSError, EOFError, zlib.error, ValueError, RunError)
+_MOST_BYTES = 512 * 2**20  # of a packed file without its compression
 _MOST_ROUNDS = 60  # of norms that are kept: enough to draw
 
 
@@ -111,8 +113,10 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _parse(path: Path) -> list[Result]:
-    data = read_bytes(path)
-    lines = gzip.decompress(data).splitlines() if path.name.endswith(PACKED) else [data]
+    lines = [read_bytes(path)]
+    if path.name.endswith(PACKED):
+        with gzip.open(path) as file:
+            lines = read_at_most(file, _MOST_BYTES).splitlines()
     results = [parse_json(line, path) for line in lines]
     for result in results:
         demand_digest(result, path, "delete it, and fedblur table makes it again")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fedblur.core.config import Config, canonical, config_hash, to_dict
-from fedblur.core.errors import ConfigError, DivergedError, RunError
+from fedblur.core.errors import ConfigError, DivergedError, PrivacyError, RunError
 from fedblur.core.files import (
     demand_digest,
     make_folder,
@@ -49,6 +49,7 @@ from fedblur.privacy.ledger import (
     read_spends,
 )
 from fedblur.privacy.mechanisms import rounded_gaussian
+from fedblur.privacy.population_account import account_of
 from fedblur.privacy.private_selection import WORDS
 from fedblur.training.loop import Run, Watcher, train
 from fedblur.training.machine import Machine
@@ -85,8 +86,8 @@ def run_search(
         _demand_unreleased(folder, local)
         rng = make_rng(search.candidates[0].seed)
         picks = _draw(search, local, rng)
-        ledger = _pay(search, out)
-        trials = _Trials(search, local, machine, data, rng, watch)
+        ledger = _pay(search, out, data)
+        trials = _Trials(search, local, replace(machine, paid_by=ledger.path), data, rng, watch)
         scores = [trials.run(index, pick) for index, pick in enumerate(picks)]
         record = None
         if scores:
@@ -94,7 +95,8 @@ def run_search(
             winner = RunFolder(local / f"trial-{best}")
             trial = winner.read_summary()
             assert trial is not None  # it has a score, so it ended
-            stated = winners_claim(search, data, trial.privacy, ledger.anchor(), scores[best])
+            claimed = replace(trial.privacy, population=ledger.population())
+            stated = winners_claim(search, data, claimed, ledger.anchor(), scores[best])
             record = _release(trial, winner, folder, stated)
         tuned = Tuned(out, search.epsilon, search.delta, record)
         if record is None:
@@ -155,15 +157,22 @@ def _draw(search: Search, local: Path, rng: Rng) -> list[int]:
     return picks
 
 
-def _pay(search: Search, out: Path) -> Ledger:
+def _pay(search: Search, out: Path, data: Federation) -> Ledger:
     """Write the ledger's row for all trials together, on disk before the first."""
     make_folder(out)
-    budget = Budget(search.epsilon, search.delta, "rdp", rounds=1)
-    ledger = Ledger(RunFolder(out).ledger, budget, search.key, randomness_of(search.candidates[0].seed))
+    budget, randomness = Budget(search.epsilon, search.delta, "rdp", rounds=1), randomness_of(search.candidates[0].seed)
+    account = account_of(search.candidates[0].population, data, search.event, budget, "search", randomness)
+    if account is not None and account.budgeted and not search.score_noise:
+        raise PrivacyError(
+            f"score='public' does not protect validation clients, and population {account.population.name} has a "
+            "budget; use score='private'"
+        )
+    ledger = Ledger(RunFolder(out).ledger, budget, search.key, randomness, account=account)
     ledger.count_torn(search.event)  # it was this search's own row: its trials had not begun
     if not ledger.spends():
         ledger.demand_room(1, search.event, replay=False)
         ledger.spend(1, search.event, replay=False)
+    ledger.settle()  # one release, and no other will follow
     return ledger
 
 
@@ -255,7 +264,7 @@ def tune_on_proxy(
     demand_one_process("a search")
     chosen, trials, scores = candidates(configs), [], []
     for config in chosen:
-        trial = configure(to_dict(config) | {"partition": None, "evaluate": "validation"} | proxy)
+        trial = configure(to_dict(config) | {"partition": None, "evaluate": "validation", "population": None} | proxy)
         drawn = isinstance(config.dataset, Generated) and trial.dataset != config.dataset  # nobody's data, and others
         if trial.dataset.part_name == config.dataset.part_name and not drawn:  # other settings are of the same people
             raise ConfigError(

@@ -24,6 +24,7 @@ from fedblur.flower.exchange import Exchange
 from fedblur.flower.nodes import CentralNodes, Nodes, SecureNodes
 from fedblur.flower.roster import Roster
 from fedblur.flower.settings import Deployment, Settings
+from fedblur.report.text import words_of_population
 from fedblur.training.loop import Run, train
 from fedblur.training.machine import Machine
 from fedblur.training.resume import resume
@@ -68,7 +69,7 @@ def serve(deployment: Deployment, grid: Grid, settings: Settings) -> Run:
     x, y = (torch.as_tensor(values) for values in deployment.test_data())
     test = Samples(x if x.dtype == torch.uint8 else x.float(), y.long())
     clients = Remote(config.clients, deployment.shape, deployment.classes)
-    federation = Federation("flower", clients, None, 0, test, remote=True)
+    federation = Federation("flower", clients, None, 0, test, remote=True, population=settings.population)
     module = deployment.module() if deployment.module else None
     new = not folder.began()  # or one that ended while it waited for its nodes
     roster = Roster(folder.path / "nodes.json", settings.trust, settings.start_timeout, new)
@@ -76,19 +77,28 @@ def serve(deployment: Deployment, grid: Grid, settings: Settings) -> Run:
     machine = Machine(device="cpu")
     if new:
         log(INFO, "a new run in %s: trust = %s", folder.path, settings.trust)
-        return train(
+        run = train(
             config, out=folder.path, machine=machine, federation=federation, module=module, watch=_say,
             connect=nodes.connect,
         )  # fmt: skip
+        return _said(run)
     stored = {key: value for key, value in folder.resolved().items() if key != "own"}
     changed = differences(stored, json.loads(canonical(to_dict(config))))
     if changed:
         raise RunError(f"{folder.path} holds a run of another configuration ({'; '.join(changed)}); choose another out")
     log(INFO, "resuming the run in %s", folder.path)
-    return resume(
+    run = resume(
         folder.path, machine=machine, federation=federation, module=module, watch=_say, connect=nodes.connect,
         tell=lambda note: log(INFO, "%s", note),
     )  # fmt: skip
+    return _said(run)
+
+
+def _said(run: Run) -> Run:
+    """Log what the population has spent when the run has ended."""
+    if run.record.privacy.population is not None:
+        log(INFO, "%s", words_of_population(run.record.privacy.population))
+    return run
 
 
 def _say(row: Row) -> None:

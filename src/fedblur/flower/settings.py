@@ -51,6 +51,7 @@ class Settings:
     deadline: float = 600.0  # seconds that a node has for an answer
     start_timeout: float = 600.0  # seconds to wait for all nodes before the first round
     out: str = "run"  # the run folder, on the server
+    population: str | None = None  # whose budget the run is charged to; None: that of the configuration
 
     def __post_init__(self) -> None:
         if self.trust not in TRUST:

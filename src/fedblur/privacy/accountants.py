@@ -190,6 +190,11 @@ def _rdp(releases: Mapping[Event, int], delta: float) -> float:
     return float(compute_epsilon(ORDERS, _total(releases), delta)[0])
 
 
+def rdp_at_order(releases: Mapping[Event, int], order: float, delta: float) -> float:
+    """Return the epsilon that the divergence at one of ORDERS gives, without choosing the best of them."""
+    return float(compute_epsilon([order], [float(_total(releases)[ORDERS.index(order)])], delta)[0])
+
+
 # --- PLD: everything that it knows is a Gaussian at some sampling rate ---
 
 

@@ -15,7 +15,7 @@ from typing import Literal, Protocol, get_args
 
 from fedblur.core.config import MOST_ROUNDS
 from fedblur.core.errors import ConfigError, PrivacyError
-from fedblur.privacy.accountants import INTERPRETERS, renyi
+from fedblur.privacy.accountants import INTERPRETERS, rdp_at_order, renyi
 from fedblur.privacy.events import (
     Composed,
     DistributedDiscreteGaussian,
@@ -59,6 +59,19 @@ def epsilon(event: Event, count: int, delta: float, accountant: Accountant = "pl
         unknown event or accountant          PrivacyError; for PLD also fixed-size cohorts, delta < 2e-12
     """
     return _spent(event, count, delta, accountant)
+
+
+def epsilon_at_orders(event: Event, orders: tuple[float, ...], delta: float) -> float:
+    """Return the epsilon of everything in `event` at the best of a few Rényi orders, each with its share of delta.
+
+    Formal guarantee: if the orders were fixed before the first release, the bound holds also where the noise and the
+    rate of later releases were chosen by looking at earlier ones. Limits as for `epsilon`.
+    """
+    _demand_delta(delta)
+    adjacency(event)
+    share = delta / len(orders)  # which order is the best may depend on what was released: each may fail
+    spent = min(rdp_at_order(flatten(event), order, share * (1 - _CUT_OFF)) for order in orders)
+    return spent if spent <= largest_epsilon(share) else math.inf
 
 
 def _demand_delta(delta: float) -> None:

@@ -43,6 +43,18 @@ class Selection:
 
 
 @dataclass(frozen=True)
+class PopulationTotal:
+    """The total of all runs on the people of this one, when it ended (docs/populations.md)."""
+
+    name: str
+    epsilon: float | None  # of all releases that were made; None: no accountant has a bound
+    reserved: float | None  # with those that other runs may still make
+    delta: float
+    budget: float | None  # ε; None: tracked, and nothing is refused
+    runs: int  # that have released anything
+
+
+@dataclass(frozen=True)
 class Claim:
     """The claim that a result must state. A claim about votes has queries and no clip norm."""
 
@@ -72,6 +84,7 @@ class Claim:
     epsilon_against_server: float | None = None  # where the server sees no single update
     tuned: str | None = None  # by `fedblur tune`: which way; `tuning` says what it cost
     selection: Selection | None = None
+    population: PopulationTotal | None = None  # of private data, or where one was named
 
     @property
     def votes(self) -> bool:

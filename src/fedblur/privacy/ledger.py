@@ -34,11 +34,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from fedblur.core.errors import PrivacyError, RunError
-from fedblur.core.files import sync_folder
+from fedblur.core.files import remove, sync_folder
 from fedblur.privacy import accounting, events
+
+if TYPE_CHECKING:
+    from fedblur.privacy.claim import PopulationTotal
 
 try:
     import fcntl
@@ -180,7 +183,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Subject:
-    """What a ledger is about: facts of the run that its first line fixes, for a stranger who recomputes the plan."""
+    """The subject of a ledger: facts of its run that the first line fixes, for a stranger who recomputes the plan."""
 
     config: str  # the whole hash of the resolved configuration
     unit: str  # of privacy
@@ -207,13 +210,40 @@ class Spending(Protocol):
     def anchor(self) -> dict[str, Any]:
         """Return the ledger's length and last hash: with them, others find out later whether it was cut."""
 
+    def settle(self) -> None:
+        """Free what a run that is complete had reserved in its population, and did not use."""
+
+    def population(self) -> PopulationTotal | None:
+        """Return what the run's population has spent; None where none is tracked."""
+
+
+class Reports(Protocol):
+    """The interface of a run's account with its population (`population_account.Account`): it hears of each release."""
+
+    @property
+    def budgeted(self) -> bool:
+        """Whether there is a budget to keep."""
+
+    def agree(self, chain: Chain, spent: int) -> events.Event | None:
+        """Reserve, or compare. Return the event of a release that was noted and whose row a kill left out."""
+
+    def note(self, chain: Chain, spent: int, link: Link) -> None:
+        """Note a release before its row is written."""
+
+    def settle(self, chain: Chain, spent: int) -> None:
+        """Free what was reserved and not used."""
+
+    def total(self) -> PopulationTotal:
+        """Return what the population has spent."""
+
 
 class Ledger:
     """The spends of one run, against its budget.
 
     `about`: the hash of the run's configuration. `randomness`: where noise and cohorts come from; a run that does not
     say so counts as one that protects nobody wherever runs are composed (`verify_ledger.compose`). `subject`: what a
-    new ledger says of its run.
+    new ledger says of its run. `account`: with the run's population, which reserves the run's plan here and hears of
+    each release before its row is written.
     """
 
     def __init__(
@@ -223,16 +253,19 @@ class Ledger:
         about: str = "",
         randomness: Randomness | None = None,
         subject: Subject | None = None,
+        account: Reports | None = None,
     ) -> None:
         self.path = path
         self.budget = budget
+        self.account = account
         self._chain = Chain(path)
         self._known = 0  # lines that are counted below
         self._spends: list[tuple[int, events.Event]] = []
         self._done: set[tuple[int, str]] = set()
         self._kinds: dict[str, events.Event] = {}
         with self._chain.writing() as chain:
-            if not chain.links:
+            new = not chain.links
+            if new:
                 chain.append(_first_line(budget, about, randomness, subject))
         stored, owner = read_budget(self._chain)
         if stored != budget:
@@ -245,15 +278,23 @@ class Ledger:
                 f"{path} was opened for noise from {_SOURCES[recorded]}, not from {_SOURCES[randomness]}; "
                 "start a new run"
             )
+        try:
+            with self._chain.writing() as chain:
+                self._agree(chain)
+        except PrivacyError:
+            if new:  # it has released nothing, and never will
+                remove(path)
+            raise
 
     def spend(self, round_: int, event: events.Event, replay: bool) -> None:
         """Write down one release, before it happens. `replay`: the same round gives the very same release (seeded)."""
         text = _text(event)
         with self._chain.writing() as chain:
+            self._agree(chain)
             self._count_torn(chain, event)
             if not (replay and (round_, text) in self._done):
                 self._demand_room(round_, event)  # again: another process may have spent since the round began
-                chain.append(_spend(round_, event))
+                self._append(chain, _spend(round_, event))
 
     def demand_room(self, round_: int, event: events.Event, replay: bool) -> None:
         """Refuse to start a round that would pass the budget."""
@@ -262,17 +303,33 @@ class Ledger:
             self._demand_room(round_, event)
 
     def count_torn(self, event: events.Event) -> None:
-        """Count a line that a crash cut short as a release of this event."""
+        """Count a line that a crash cut short as a release of this event, where it may have been one."""
         with self._chain.writing() as chain:
+            self._agree(chain)
             self._count_torn(chain, event)
 
+    def _agree(self, chain: Chain) -> None:
+        """Compare with the population's account. A kill may have left it one release ahead: that release counts."""
+        self._catch_up()
+        missing = self.account.agree(chain, len(self._spends)) if self.account is not None else None
+        if missing is not None:
+            self._cut_short(chain, missing)
+
     def _count_torn(self, chain: Chain, event: events.Event) -> None:
-        """Count a line that a crash cut short as a release, which may have happened or not; then read what is new."""
         self._catch_up()
         if cut_release(chain):
-            last = max((number for number, _ in self._spends), default=0)
-            chain.append(_spend(last + 1, event) | {"note": _CUT_SHORT})
-            self._catch_up()
+            self._cut_short(chain, event)
+
+    def _cut_short(self, chain: Chain, event: events.Event) -> None:
+        last = max((number for number, _ in self._spends), default=0)
+        self._append(chain, _spend(last + 1, event) | {"note": _CUT_SHORT})
+
+    def _append(self, chain: Chain, body: Mapping[str, Any]) -> None:
+        """Write a release, after the population's account: a kill leaves that one ahead, never behind."""
+        if self.account is not None:
+            self.account.note(chain, len(self._spends), _link(chain.head, body))
+        chain.append(body)
+        self._catch_up()
 
     def _demand_room(self, round_: int, event: events.Event) -> None:
         foreign = next((kind for kind in self._kinds if kind != _text(event)), None)
@@ -314,6 +371,17 @@ class Ledger:
             links = links[:-1]
         return {"lines": len(links), "head": links[-1].hash}
 
+    def settle(self) -> None:
+        """Free what a run that is complete had reserved in its population, and did not use."""
+        if self.account is not None:
+            with self._chain.writing() as chain:
+                self._agree(chain)
+                self.account.settle(chain, len(self._spends))
+
+    def population(self) -> PopulationTotal | None:
+        """Return what the run's population has spent; None where none is tracked."""
+        return self.account.total() if self.account is not None else None
+
     def _catch_up(self) -> None:
         for link in self._chain.links[max(self._known, 1) :]:
             if _kind(link) == "spend":
@@ -341,6 +409,12 @@ class ForeignLedger:
         raise _not_ours()
 
     def anchor(self) -> dict[str, Any]:
+        raise _not_ours()
+
+    def settle(self) -> None:
+        raise _not_ours()
+
+    def population(self) -> PopulationTotal | None:
         raise _not_ours()
 
 

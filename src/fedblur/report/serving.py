@@ -1,5 +1,7 @@
 """The live page. In: a folder, which need not exist yet. Out: its report over HTTP, to this machine only.
 
+Other users of this machine reach 127.0.0.1 too, so the page's address has a random token that the command prints; a
+request without it gets 403. It is in no cookie: browsers send those to every port of a host, other users' too.
 Only GET of the page itself is answered, and only when the browser asked for this host: a page from elsewhere whose name
 was pointed at 127.0.0.1 (DNS rebinding) gets nothing.
 """
@@ -8,11 +10,14 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import hmac
+import secrets
 import threading
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 from fedblur.core.errors import FedBlurError, RunError
 from fedblur.report.dashboard import make_report, policy, render, render_waiting
@@ -66,6 +71,11 @@ class LiveServer(ThreadingHTTPServer):
     def __init__(self, live: Live, port: int) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
         self.live = live
+        self.token = secrets.token_urlsafe(32)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/?token={self.token}"
 
     @property
     def hosts(self) -> set[str]:
@@ -87,9 +97,9 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "fedblur", ""
 
     def do_GET(self) -> None:
-        if self.headers.get("Host", "") not in self.server.hosts:
-            self._answer(HTTPStatus.MISDIRECTED_REQUEST, b"this server answers to 127.0.0.1 and localhost only\n")
-        elif self.path != "/":
+        if not self._may_ask():
+            return
+        if urlsplit(self.path).path != "/":
             self._answer(HTTPStatus.NOT_FOUND, b"there is one page here: /\n")
         else:
             tag, page = self.server.live.page()
@@ -98,8 +108,21 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 self._answer(HTTPStatus.OK, page.encode(), tag)
 
+    def _may_ask(self) -> bool:
+        """Return whether it asks for this host and has the token; else it is answered already."""
+        given = parse_qs(urlsplit(self.path).query).get("token", [""])[-1]
+        if self.headers.get("Host", "") not in self.server.hosts:
+            self._answer(HTTPStatus.MISDIRECTED_REQUEST, b"this server answers to 127.0.0.1 and localhost only\n")
+        elif not hmac.compare_digest(given.encode(), self.server.token.encode()):
+            self._answer(HTTPStatus.FORBIDDEN, b"open the address that fedblur watch has printed, with its token\n")
+        else:
+            return True
+        return False
+
     def _refuse(self) -> None:
         self.close_connection = True  # a body, if there is one, is not read
+        if not self._may_ask():
+            return
         self._answer(HTTPStatus.METHOD_NOT_ALLOWED, b"GET only\n")
 
     do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _refuse

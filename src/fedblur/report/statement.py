@@ -24,7 +24,7 @@ from fedblur.privacy.accounting import ACCOUNTANTS, zcdp
 from fedblur.privacy.claim import Claim, Selection, to_json
 from fedblur.privacy.ledger import read_randomness
 from fedblur.report.page import Page, html, render_markdown
-from fedblur.report.text import counted, rounded_up
+from fedblur.report.text import counted, rounded_up, words_of_population
 from fedblur.training.run_folder import RunFolder, RunSummary
 from fedblur.training.verify_ledger import Books, compose, read_books, unprotected, verify
 
@@ -264,6 +264,7 @@ def page_of(statement: Statement) -> Page:
         limit=f"ε = {budget.epsilon:g} or " if math.isfinite(budget.epsilon) else "",
         delta_against=delta_against,
         words_of_total=words_of_total,
+        words_of_population=words_of_population,
     )
     return Page("Privacy statement", statement.one_line(), statement.notice(), text)
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fedblur.privacy.claim import PopulationTotal
 from fedblur.training.run_folder import RunSummary
 
 
@@ -34,6 +35,14 @@ def in_short(value: float | None, digits: int = 3) -> str:
     if not math.isfinite(value):
         return "∞"
     return f"{float(Context(digits, ROUND_CEILING).create_decimal(Decimal(value))):.{digits}g}"
+
+
+def words_of_population(total: PopulationTotal) -> str:
+    """Say what everyone has spent on these people."""
+    of = "" if total.budget is None else f" of {total.budget:g}"
+    line = f"population {total.name}: ε = {in_short(total.epsilon)}{of} at δ = {total.delta:.3g}"
+    more = f", ε = {in_short(total.reserved)} with what is reserved" if total.reserved != total.epsilon else ""
+    return f"{line}, {counted(total.runs, 'run')}{more}"
 
 
 def print_summary(run: Path, summary: RunSummary, console: Console) -> None:
@@ -76,3 +85,5 @@ def print_summary(run: Path, summary: RunSummary, console: Console) -> None:
     for name, value in lines.items():
         table.add_row(f"[bold]{name}[/bold]", escape(value))
     console.print(table)
+    if privacy.population is not None:
+        console.print(words_of_population(privacy.population), highlight=False, markup=False, soft_wrap=True)

@@ -94,6 +94,8 @@ def train(
         folder = RunFolder(Path(out) if out is not None else default_folder(config, federation))
         with folder.held():
             own = {"data": federation and federation.name, "model": module and type(module).__name__}  # from Python
+            if federation is not None and federation.population:
+                own["population"] = federation.population
             resolved: dict[str, Any] = json.loads(canonical(to_dict(config)))
             resolved |= {"own": own} if any(own.values()) else {}
             if config.voting is not None:
@@ -163,6 +165,12 @@ def config_of(resolved: dict[str, Any], federation: Federation | None, module: n
                 f"this run was started from Python with its own {what} ({own[what]}); "
                 "resume it from Python: fedblur.resume(path, federation=..., module=...)"
             )
+    people = federation.population if federation is not None else None
+    if own.get("population", people) != people:
+        raise RunError(
+            f"this run is charged to population {own['population']!r}, and these data are of {people!r}; give the data "
+            "with which it was started"
+        )
     return from_dict({key: value for key, value in resolved.items() if key != "own"})
 
 
@@ -236,6 +244,8 @@ def _finish(folder: RunFolder, setup: Setup, state: ServerState, rows: list[Row]
     layout, vector, round_ = setup.protocol.layout, published(state, setup.config.averaging), state.round
     if not folder.write_model(layout.unflatten(vector.cpu()), round_):
         round_, vector = folder.model_round(), layout.flatten(folder.read_model()).to(vector.device)
+    if state.round == setup.config.rounds:
+        setup.protocol.ledger.settle()
     record = summarise(setup, state, round_, rows, *measure(setup, vector))
     folder.write_summary(record)
     load_vector(setup.module, vector.to(setup.initial.device))

@@ -25,6 +25,7 @@ class Machine:
     data_dir: Path | None = None  # data sets in the hub's layout; None: the cache
     precision: Precision = "auto"  # "auto": bf16 on a GPU that has it; "bf16", "fp32"
     rank_timeout: float = 600.0  # seconds that processes under torchrun wait for each other
+    paid_by: Path | None = None  # the ledger of a search that has paid for this trial; it must cover it
 
     def half(self, device: torch.device) -> bool:
         """Return whether to compute in bfloat16 (weights, updates and sums stay float32): on GPUs that have it."""

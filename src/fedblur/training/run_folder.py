@@ -185,8 +185,9 @@ class RunFolder:
 
         Except a run of these very settings that ended before it began (while its data were loaded): it starts again.
         """
-        stage = self.stage()
-        if stage == "search" or (self.ledger.exists() and not self.config.exists()):
+        orphan = self.ledger.exists() and not self.config.exists()
+        stage = "search" if orphan else self.stage()
+        if stage == "search":
             raise RunError(f"{self.path} holds a ledger and no run: what a search has spent; choose another --out")
         changed = differences(self.resolved(), json.loads(canonical(resolved))) if self.config.exists() else []
         if changed:

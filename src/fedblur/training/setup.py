@@ -32,6 +32,7 @@ from fedblur.privacy.claim import UNIT
 from fedblur.privacy.clipping import Message
 from fedblur.privacy.ledger import Budget, ForeignLedger, Ledger, Subject, randomness_of
 from fedblur.privacy.mechanisms.base import mechanism_for
+from fedblur.privacy.population_account import account_of, covers
 from fedblur.training.checks import cautions, check_fit
 from fedblur.training.machine import Machine
 from fedblur.training.round import Protocol
@@ -115,7 +116,7 @@ def prepare(
         mechanism=mechanism,
         server=config.server,
         averaging=config.averaging,
-        ledger=ForeignLedger() if ledger is None else ledger_of(config, plan, ledger),
+        ledger=ForeignLedger() if ledger is None else ledger_of(config, plan, ledger, data, machine, canaries > 0),
         forward=forward,
         layout=layout,
         local=config.local,
@@ -143,13 +144,25 @@ def data_and_model(
     return data, module.to(device).train(), layout, initial
 
 
-def ledger_of(config: Config, plan: PrivacyPlan, path: Path) -> Ledger:
-    """Open a run's ledger for the budget of its plan."""
+def ledger_of(
+    config: Config, plan: PrivacyPlan, path: Path, data: Federation, machine: Machine, audit: bool = False
+) -> Ledger:
+    """Open a run's ledger for the budget of its plan. Its population must have room for all of it."""
     budget = Budget(plan.epsilon_target, plan.delta, config.accountant, plan.rounds)
+    kind = "audit" if audit else "deployment" if data.remote else "voting" if config.voting is not None else "run"
+    kind = "table cell" if kind == "run" and path.parent.name == config_hash(config) else kind
+    paid = machine.paid_by is not None and covers(machine.paid_by, plan.event(), plan.rounds)
+    randomness = randomness_of(config.seed)
+    account = None if paid else account_of(config.population, data, plan.event(), budget, kind, randomness)
+    if account is not None and account.budgeted and config.evaluate == "validation":
+        raise PrivacyError(
+            f"evaluate='validation' measures people of population {account.population.name} without noise, and it "
+            "has a budget; evaluate on test data, or choose settings with fedblur tune"
+        )
     subject = Subject(
         config_digest(config), UNIT, plan.sampler.clients, plan.noise_multiplier, events.to_json(plan.event())
     )
-    return Ledger(path, budget, config_hash(config), randomness_of(config.seed), subject)
+    return Ledger(path, budget, config_hash(config), randomness, subject, account)
 
 
 @functools.lru_cache(maxsize=4)

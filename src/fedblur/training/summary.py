@@ -73,6 +73,7 @@ def claim(setup: Setup, state: ServerState) -> Claim:
         expected_cohort=plan.expected_cohort,
         releases=len(protocol.ledger.spends()),
         ledger=protocol.ledger.anchor(),
+        population=protocol.ledger.population(),
         trust_model=config.mechanism.trust,
         tuning=untuned(config),
         signal_to_noise=signal_to_noise(vector_plan, protocol.layout.total),  # a mask cuts both alike

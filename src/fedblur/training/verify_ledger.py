@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedblur.core.config import Config, canonical, config_digest, config_hash, from_dict
-from fedblur.core.errors import ConfigError, FedBlurError, PrivacyError, RunError
+from fedblur.core.errors import ConfigError, FedBlurError, RunError
 from fedblur.core.files import read_json_if_there
 from fedblur.core.plugins import loaded
 from fedblur.core.registry import describe
-from fedblur.privacy import accounting, events
+from fedblur.privacy import events
 from fedblur.privacy.accounting import ACCOUNTANTS, Accountant, PrivacyPlan
 from fedblur.privacy.claim import UNIT
-from fedblur.privacy.events import Composed, Event, PrivateSelection, SelfComposed
+from fedblur.privacy.events import Event, PrivateSelection
 from fedblur.privacy.ledger import (
     Budget,
     Chain,
@@ -45,6 +45,7 @@ from fedblur.privacy.ledger import (
     read_spends,
     read_subject,
 )
+from fedblur.privacy.totals import spent, together
 from fedblur.training.checkpoint import load_newest
 from fedblur.training.run_folder import RunFolder, RunSummary
 from fedblur.training.setup import plan_for
@@ -93,25 +94,6 @@ def read_books(run: Path) -> Books:
     configured = randomness_of(resolved["seed"]) if "seed" in resolved else None
     randomness = configured if configured == "seed" else read_randomness(chain) or configured or "unknown"
     return Books(run, chain, read_budget(chain)[0], read_spends(chain.links), randomness)
-
-
-def together(released: list[Event]) -> Event | None:
-    """Join releases about the same clients into one event; equal ones are counted, so that they compose quickly."""
-    counts: dict[Event, int] = {}
-    for event in released:
-        counts[event] = counts.get(event, 0) + 1
-    parts = tuple(SelfComposed(event, count) for event, count in counts.items())
-    return Composed(parts) if parts else None
-
-
-def spent(event: Event | None, delta: float, accountant: Accountant) -> float | None:
-    """Return the epsilon of everything together; None if the accountant refuses these events."""
-    if event is None:
-        return 0.0
-    try:
-        return accounting.epsilon(event, 1, delta, accountant)
-    except PrivacyError:
-        return None
 
 
 def compose(books: list[Books], delta: float | None = None) -> tuple[float, dict[Accountant, float | None]]:

@@ -193,6 +193,8 @@ class _ElectionRun:
             f"do not have (from {pool.reserved} reserved clients; {len(pool.voters)} vote)"
         )
         done = steps == planned
+        if done:
+            election.ledger.settle()
         record = RunSummary(
             status="complete" if done else f"stopped after {steps} of {planned} steps of the student",
             rounds=1,  # of communication: everyone votes once
@@ -260,4 +262,5 @@ def claim(election: Election) -> Claim:
         vote_noise_std=event.noise_std,
         checks=event.checks,
         check_noise_std=event.check_noise_std,
+        population=election.ledger.population(),
     )

@@ -93,7 +93,7 @@ def prepare(
         pool=pool,
         electorate=settings.electorate(Booth(data.train, module, device, machine.engine, rng)),
         plan=plan,
-        ledger=ledger_of(config, plan, ledger),
+        ledger=ledger_of(config, plan, ledger, data, machine),
         rng=rng,
         device=device,
         module=module,

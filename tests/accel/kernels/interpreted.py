@@ -21,15 +21,15 @@ from tests.accel.kernels import test_dense_update, test_triton_conv
 CPU, FLOAT = torch.device("cpu"), torch.float32
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 CONVOLUTIONS = [  # clients, batch, channels, outputs, height, width, kernel, stride, padding, dilation
-    (2, 2, 1, 32, 28, 28, (3, 3), (1, 1), (0, 0), (1, 1)),
+    (2, 1, 1, 32, 28, 28, (3, 3), (1, 1), (0, 0), (1, 1)),
     (2, 2, 32, 64, 7, 7, (3, 3), (1, 1), (1, 1), (1, 1)),
     (2, 2, 16, 16, 17, 23, (1, 1), (2, 1), (2, 0), (1, 1)),
-    (2, 2, 3, 16, 31, 29, (5, 3), (1, 1), (0, 1), (1, 2)),
+    (2, 1, 3, 16, 31, 29, (5, 3), (1, 1), (0, 1), (1, 2)),
     (1, 1, 20, 33, 14, 15, (3, 3), (2, 2), (2, 2), (1, 1)),
 ]
 POOLED = [  # clients, batch, channels, outputs, height, width, kernel, padding, relu
-    (2, 2, 1, 32, 28, 28, (3, 3), (0, 0), True),
-    (2, 2, 32, 64, 14, 14, (3, 3), (1, 1), False),
+    (2, 1, 1, 32, 28, 28, (3, 3), (0, 0), True),
+    (2, 1, 32, 64, 14, 14, (3, 3), (1, 1), False),
     (1, 2, 2, 5, 20, 20, (2, 3), (1, 1), False),
     (1, 1, 20, 70, 12, 8, (3, 3), (0, 0), False),
 ]

@@ -27,11 +27,16 @@ def losses(x: Tensor, w: Tensor, bias: Tensor, target: Tensor, case) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
 @pytest.mark.filterwarnings("ignore:Using padding:UserWarning")
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "compiled"),
+    [
+        *((case, False) for case in CASES),
+        (CASES[1], True),  # compiling takes seconds
+        pytest.param(CASES[0], True, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def test_convolution__equals_torch_under_vmap_and_grad(case, compiled: bool) -> None:
-    if compiled and case not in CASES[:2]:
-        pytest.skip("compiling takes seconds; two cases are enough")
     channels, outputs, kernel, stride, padding, dilation, groups = case
     kernel = (kernel, kernel) if isinstance(kernel, int) else kernel
     generator = torch.Generator().manual_seed(0)

@@ -1,7 +1,7 @@
 """Layers for one client on a core: torch's values and gradients in any layout, and torch's path for the rest."""
 
 import ctypes
-import shutil
+import hashlib
 import threading
 
 import pytest
@@ -11,11 +11,15 @@ from torch import Tensor
 
 from fedblur.accel.kernels import cpu_layers, native
 from fedblur.accel.kernels.cpu_layers import SingleClientLayers
+from fedblur.core import cache_files
 from fedblur.engines.workers import channels_last
 
 needs_compiler = pytest.mark.skipif(
     native._compiler() is None, reason="no C compiler here, or another system than Linux on x86-64: torch's own layers"
 )
+
+
+SYMBOL = "weight_grad"
 
 
 @pytest.fixture
@@ -238,12 +242,13 @@ def test_native__a_library_is_compiled_once_and_kept(anew, monkeypatch, tmp_path
     first = native.library("pooled", KH=3, KW=3, CIN=16)
     assert isinstance(first, ctypes.CDLL)
     assert first is native.library("pooled", CIN=16, KH=3, KW=3)
-    (kept,) = (tmp_path / "cache").iterdir()
+    (kept,) = (tmp_path / "cache").glob("*.so")
     native._library.cache_clear()
     monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("compiled again"))
     again = native.library("pooled", KH=3, KW=3, CIN=16)
     assert again is not None
-    assert again._name == str(kept)
+    assert hasattr(again, SYMBOL)
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == {kept.name, f"{kept.name}.sha256"}
 
 
 @needs_compiler
@@ -252,7 +257,34 @@ def test_native__another_cpu_has_a_library_of_its_own(anew, monkeypatch, tmp_pat
     native._library.cache_clear()
     monkeypatch.setattr(native, "_target", lambda _: b"another CPU")
     native.library("pooled", KH=3, KW=3, CIN=16)
-    assert len(list((tmp_path / "cache").iterdir())) == 2
+    assert len(list((tmp_path / "cache").glob("*.so"))) == 2
+
+
+def planted(folder) -> bytes:
+    """A library without our functions."""
+    (folder / "planted.c").write_text("int planted;")
+    command = [*native._compiler(), *native._FLAGS, str(folder / "planted.c")]
+    return native._compile(command, folder).read_bytes()
+
+
+@needs_compiler
+@pytest.mark.parametrize("way", ["replaced", "in a shared folder", "of another user", "a link"])
+def test_native__a_planted_library_is_not_loaded(anew, tmp_path, monkeypatch, way) -> None:
+    native.library("pooled", KH=3, KW=3, CIN=16)
+    native._library.cache_clear()
+    (kept,) = (tmp_path / "cache").glob("*.so")
+    kept.write_bytes(planted(tmp_path))
+    if way != "replaced":  # its digest is planted too
+        kept.with_name(f"{kept.name}.sha256").write_text(hashlib.sha256(kept.read_bytes()).hexdigest())
+    if way == "in a shared folder":
+        kept.parent.chmod(0o1777)
+    elif way == "of another user":
+        monkeypatch.setattr(cache_files, "_trusted", lambda: {65_534})
+    elif way == "a link":
+        kept.symlink_to(kept.rename(tmp_path / "elsewhere.so"))
+    with pytest.warns(UserWarning, match="is not used"):
+        library = native.library("pooled", KH=3, KW=3, CIN=16)
+    assert hasattr(library, SYMBOL)
 
 
 @needs_compiler
@@ -264,14 +296,16 @@ def test_native__a_cache_that_cannot_be_written_only_costs_time(anew, monkeypatc
 
 
 @needs_compiler
-def test_native__a_library_cut_short_is_compiled_again(anew, tmp_path) -> None:
+@pytest.mark.parametrize("share", [0.01, 0.5])  # half of it was loaded, and ended the process by SIGBUS
+def test_native__a_library_cut_short_is_compiled_again(anew, tmp_path, share) -> None:
     native.library("pooled", KH=1, KW=2, CIN=48)
-    (kept,) = (tmp_path / "cache").iterdir()
-    shutil.copy(kept, tmp_path / "whole")
-    kept.unlink()
-    kept.write_bytes((tmp_path / "whole").read_bytes()[:100])
+    (kept,) = (tmp_path / "cache").glob("*.so")
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[: int(share * len(whole))])
     native._library.cache_clear()
-    assert native.library("pooled", KH=1, KW=2, CIN=48) is not None
+    with pytest.warns(UserWarning, match="its content is not what was written"):
+        assert hasattr(native.library("pooled", KH=1, KW=2, CIN=48), SYMBOL)
+    assert len(kept.read_bytes()) == len(whole)
 
 
 @pytest.mark.parametrize("layout", [channels_last, lambda tensor: tensor], ids=["nhwc", "nchw"])

@@ -40,6 +40,8 @@ def test_worst_case__works_with_noise_from_the_operating_system() -> None:
     assert not check_worst_case(WorstCase(), 1000).broken
 
 
+# 50 rounds among quiet clients show what runs in them; that all 400 raise no alarm is for make test-long.
+@pytest.mark.parametrize("quiet", [50, pytest.param(400, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -53,7 +55,7 @@ def test_worst_case__works_with_noise_from_the_operating_system() -> None:
     ids=str,
 )
 def test_worst_case__runs_the_configuration_that_it_is_given(
-    settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, object], quiet: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every round that is run has all of the configuration's parts; nothing is found."""
     seen: list[Protocol] = []
@@ -63,6 +65,7 @@ def test_worst_case__runs_the_configuration_that_it_is_given(
         return run_round(protocol, state, rng)
 
     monkeypatch.setattr(worst_case, "run_round", watched)
+    monkeypatch.setattr(worst_case, "_QUIET_ROUNDS", quiet)
     config = from_dict({"seed": 0, **settings})
     found = check(**settings)
     assert not found.broken, found

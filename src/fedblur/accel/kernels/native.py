@@ -21,6 +21,8 @@ import threading
 from functools import cache
 from pathlib import Path
 
+from fedblur.core.cache_files import keep, own_folder, read_kept
+from fedblur.core.errors import FedBlurError
 from fedblur.core.files import cache_folder
 
 _FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
@@ -68,15 +70,26 @@ def _target(compiler: list[str]) -> bytes:
 def _load(file: str, command: list[str]) -> ctypes.CDLL:
     """Return the library from the cache, or compile it now and cache it if that is possible."""
     folder = cache_folder()
-    if folder is not None:
-        with contextlib.suppress(OSError):
-            if not (folder / file).exists():
-                folder.mkdir(parents=True, exist_ok=True)
-                with tempfile.TemporaryDirectory(dir=folder, prefix=".") as beside:
-                    os.replace(_compile(command, Path(beside)), folder / file)
-            return ctypes.CDLL(str(folder / file))
-    with tempfile.TemporaryDirectory() as temporary:  # a loaded library outlives its file
-        return ctypes.CDLL(str(_compile(command, Path(temporary))))
+    if folder is None or not own_folder(folder):
+        with tempfile.TemporaryDirectory() as temporary:
+            return _loaded(_compile(command, Path(temporary)).read_bytes(), None)
+    content = read_kept(folder / file)
+    if content is None:
+        with tempfile.TemporaryDirectory() as temporary:
+            content = _compile(command, Path(temporary)).read_bytes()
+        with contextlib.suppress(OSError, FedBlurError):
+            keep(folder / file, content)
+    with contextlib.suppress(OSError):
+        return _loaded(content, folder)
+    return _loaded(content, None)  # a cache that may not be written, or whose files may not be executed
+
+
+def _loaded(content: bytes, folder: Path | None) -> ctypes.CDLL:
+    """Load a library from a folder that only this process knows: the bytes that were checked, whole."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".") as private:  # a loaded library outlives its file
+        path = Path(private) / "library.so"
+        path.write_bytes(content)
+        return ctypes.CDLL(str(path))
 
 
 def _compile(command: list[str], folder: Path) -> Path:

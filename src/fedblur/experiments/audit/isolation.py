@@ -157,9 +157,9 @@ def _prepared(config: Config, crowd: Crowd, machine: Machine, folder: Path) -> S
     """Set up the configuration on this crowd. All that decides a message stays; the noise does not matter."""
     clipping = config.clipping and replace(config.clipping, bit_noise=10.0)
     plain = replace(
-        config, clients=None, evaluate="test", sampling="full", sample_rate=1.0, clipping=clipping,
+        config, population=None, clients=None, evaluate="test", sampling="full", sample_rate=1.0, clipping=clipping,
         epsilon=None, noise_multiplier=1.0, delta=1e-3, accountant="rdp", seed=0,
     )  # fmt: skip
     people = crowd.population
-    own = Federation("a crowd", people, None, 0, Samples(people.x[:10], people.y[:10]))
+    own = Federation("a crowd", people, None, 0, Samples(people.x[:10], people.y[:10]), public=True)
     return prepare(plain, folder / f"{crowd.name}.jsonl", machine, own)

@@ -400,8 +400,8 @@ def directions_of(setup: Setup) -> Tensor:
 
 def prepared(config: Config, folder: Path, machine: Machine, module: nn.Module, population: Packed) -> Setup:
     test = Samples(population.x[:1], population.y[:1])
-    federation = Federation("a worst case", population, None, 0, test)
-    plain = replace(config, clients=None, evaluate="test", test_views=1)
+    federation = Federation("a worst case", population, None, 0, test, public=True)
+    plain = replace(config, population=None, clients=None, evaluate="test", test_views=1)
     return prepare(plain, folder / f"setup-{population.clients}.jsonl", machine, federation, module)
 
 

@@ -12,6 +12,7 @@ All is float64: the norm survives to 1e-14, and reduced-precision matrix product
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -80,7 +81,7 @@ class Rotation:
         full, rest = divmod(self.block.bit_length() - 1, _RADIX)
         for size in [self.blocks, *([2**_RADIX] * full), *([2**rest] if rest else [])]:
             stride //= size
-            matrix = torch.from_numpy(_orthonormal(size)).to(x.device)
+            matrix = _orthonormal(size).to(x.device)
             shaped = x.reshape(-1, size, stride)  # [rows · outer, size, inner]
             x = shaped.squeeze(-1) @ matrix if stride == 1 else matrix @ shaped
         return x.reshape(rows, self.padded)
@@ -90,12 +91,13 @@ def _is_power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
 
 
-def _orthonormal(size: int) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+@functools.cache  # at most 32 sizes, and every row of every round asks for two or three
+def _orthonormal(size: int) -> Tensor:
     """Return a symmetric orthonormal matrix whose entries are at most √(2/size): Walsh-Hadamard's, or Hartley's."""
     if not _is_power_of_two(size):
         angle = 2 * np.pi * (np.outer(np.arange(size), np.arange(size)) % size) / size
-        return np.asarray((np.cos(angle) + np.sin(angle)) / math.sqrt(size))
+        return torch.from_numpy((np.cos(angle) + np.sin(angle)) / math.sqrt(size))
     matrix = np.ones((1, 1))
     while len(matrix) < size:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return np.asarray(matrix / math.sqrt(size))
+    return torch.from_numpy(matrix / math.sqrt(size))

@@ -67,7 +67,7 @@ if (every) {
   const say = (words) => { if (link.textContent !== words) link.textContent = words; };
   const ask = async () => {
     try {
-      const answer = await fetch("/", { cache: "no-store", headers: tag ? { "If-None-Match": tag } : {} });
+      const answer = await fetch(location.href, { cache: "no-store", headers: tag ? { "If-None-Match": tag } : {} });
       if (answer.status === 200) { tag = answer.headers.get("ETag") || ""; show(await answer.text()); }
       say("Up to date.");
     } catch { say("fedblur watch has ended; this is the last state."); }
