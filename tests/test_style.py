@@ -141,6 +141,8 @@ def test_docstrings__that_begin_poorly_are_found(text: str, poor: bool) -> None:
 WRITERS = {
     "core/files.py": "the one writer",
     "privacy/ledger.py": "the chain, which appends",
+    "privacy/populations.py": "what a population has spent, under a lock",
+    "core/cache_files.py": "caches, which are made again",
     "training/run_folder.py": "its lock file",
     "accel/kernels/native.py": "a cache of compiled kernels",
     "data/cache.py": "a cache of samples",

@@ -87,10 +87,10 @@ class Tally:
 def renewed(page: str, tallies: Sequence[Tally], date: str) -> str:
     """Return the page with a new table between its marks."""
     before, rest = page.split(MARKS[0])
-    _, after = rest.split(MARKS[1])
+    table, after = rest.split(MARKS[1])
     lines = [_HEADER, "|---|" + "--:|" * 6]
     swept = {WORDS[tally.part].lower() for tally in tallies}
-    kept = [line for line in rest.splitlines() if line.startswith("| ") and "|--" not in line and line != _HEADER]
+    kept = [line for line in table.splitlines() if line.startswith("| ") and "|--" not in line and line != _HEADER]
     lines += [line for line in kept if not any(line.lower().strip("| *").startswith(name) for name in swept)]
     for tally in tallies:
         for group in [*sorted(tally.cases), ""]:
