@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -252,6 +252,29 @@ def config_digest(config: Config) -> str:
     if hashed["mechanism"] == {"name": "gaussian"}:  # as earlier versions wrote it: their results keep their keys
         hashed["mechanism"] = _GAUSSIAN
     return hashlib.sha256(canonical(hashed).encode()).hexdigest()
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("name"), str)
+
+
+_FORM: dict[str, Callable[[Any], bool]] = {
+    "method": lambda value: isinstance(value, list) and all(map(_is_part, value)),
+    "dataset": _is_part,
+    "model": _is_part,
+    "mechanism": _is_part,
+    "rounds": lambda value: type(value) is int,
+    "clip_norm": lambda value: isinstance(value, int | float | str),
+    "seed": lambda value: value is None or type(value) is int,
+    "own": lambda value: value is None or isinstance(value, Mapping),
+}
+
+
+def demand_form(resolved: Mapping[str, Any], name: object) -> None:
+    """Check a run's configuration as far as pages read it. Its parts may be plugins that are not loaded now."""
+    wrong = next((key for key, holds in _FORM.items() if not holds(resolved.get(key))), None)
+    if wrong is not None:
+        raise RunError(f"{name}: {wrong} is not what fedblur writes; restore it from a copy")
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

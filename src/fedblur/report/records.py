@@ -6,33 +6,18 @@ Everything is read as it lies there, finished or not: a run that goes on has no 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fedblur.core.callbacks import Row
-from fedblur.core.config import canonical
+from fedblur.core.config import canonical, demand_form
 from fedblur.core.errors import RunError
 from fedblur.experiments.result_store import read_results
 from fedblur.privacy.claim import from_json
 from fedblur.training.run_folder import RunFolder, RunSummary
 
-
-def _is_part(value: Any) -> bool:
-    return isinstance(value, Mapping) and isinstance(value.get("name"), str)
-
-
-_FORM: dict[str, Callable[[Any], bool]] = {  # of a configuration, as far as a report reads it
-    "method": lambda value: isinstance(value, list) and all(map(_is_part, value)),
-    "dataset": _is_part,
-    "model": _is_part,
-    "mechanism": _is_part,
-    "rounds": lambda value: type(value) is int,
-    "clip_norm": lambda value: isinstance(value, int | float | str),
-    "seed": lambda value: value is None or type(value) is int,
-    "own": lambda value: value is None or isinstance(value, Mapping),
-}
 _NAMED = 2  # settings in a group's name, at most
 
 
@@ -122,8 +107,7 @@ def read_run(path: Path) -> Record:
     """Read a run folder."""
     folder = RunFolder(path)
     config = folder.resolved()
-    if wrong := next((key for key, holds in _FORM.items() if not holds(config.get(key))), None):
-        raise RunError(f"{folder.config}: {wrong} is not what fedblur writes; restore it from a copy")
+    demand_form(config, folder.config)
     rows, summary = folder.read_rounds(), folder.read_summary()
     return Record(path.resolve().name, method_words(config), {}, config, rows, summary, path)
 

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fedblur.core.config import canonical, config_hash, from_dict
+from fedblur.core.config import canonical, config_hash, demand_form, from_dict
 from fedblur.core.errors import RunError
 from fedblur.core.files import demand_digest, read_json, write_atomically
 from fedblur.core.registry import build
@@ -224,6 +224,7 @@ def read_statement(run: Path, also: Sequence[Path] = (), tuning: str = "") -> St
     """Read everything about a finished run."""
     folder = RunFolder(run)
     config, summary = folder.resolved(), folder.read_summary()
+    demand_form(config, folder.config)
     if summary is None:
         raise RunError(f"{run} has no summary.json: the run never ended; go on with: fedblur resume {run}")
     return Statement(

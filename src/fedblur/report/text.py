@@ -67,7 +67,7 @@ def print_summary(run: Path, summary: RunSummary, console: Console) -> None:
         "trust": privacy.trust_model,
         "clipped": "–" if clipped is None else f"{100 * clipped:.0f} % of updates (local only, not released)",
     }
-    if quartiles is not None:
+    if isinstance(quartiles, list) and len(quartiles) == 3 and None not in quartiles:
         low, median, high = (f"{100 * value:.1f}" for value in quartiles)
         lines["teachers"] = f"median accuracy {median} %, quartiles {low} to {high} % (local only, not released)"
     lines |= {

@@ -93,6 +93,12 @@ class RunSummary:
     sent_coordinates: int | None = None  # k, of a round's release
     machine: str | None = None
 
+    def __post_init__(self) -> None:
+        for name, value in self.local_only.items():
+            numbers = value if isinstance(value, list) else [value]
+            if not all(number is None or isinstance(number, int | float) for number in numbers):
+                raise ValueError(f"local_only.{name} must be a number or a list of numbers")
+
     @property
     def complete(self) -> bool:
         return self.status == "complete"
