@@ -46,6 +46,7 @@ BESIDE = {
     "mutants": "privacy bugs that are planted into a copy of src/",
     "papers": "the papers' pages and tables",
     "planted": "privacy bugs that are planted by patching, and who catches them",
+    "sweeps": "crashes at every file operation, damage to every file, odd inputs",
 }
 FILES = [path for room in ROOMS for path in sorted((HOUSE / room).rglob("*.py"))]
 

@@ -134,3 +134,70 @@ def test_docstrings__begin_with_a_verb_or_a_noun(path: Path) -> None:
 )
 def test_docstrings__that_begin_poorly_are_found(text: str, poor: bool) -> None:
     assert bool(poor_docstrings(text)) == poor
+
+
+# Who may write or remove files. All that a run, a table, a search or an audit keeps passes core/files.py or the
+# ledger's chain: the sweeps (tests/sweeps) fail each of their operations.
+WRITERS = {
+    "core/files.py": "the one writer",
+    "privacy/ledger.py": "the chain, which appends",
+    "privacy/populations.py": "what a population has spent, under a lock",
+    "core/cache_files.py": "caches, which are made again",
+    "training/run_folder.py": "its lock file",
+    "accel/kernels/native.py": "a cache of compiled kernels",
+    "data/cache.py": "a cache of samples",
+    "data/packed.py": "a cache of samples",
+    "data/hub.py": "a scratch folder for downloads",
+    "experiments/audit/isolation.py": "a scratch folder",
+    "experiments/audit/worst_case.py": "a scratch folder",
+    "report/plots.py": "pictures, which are drawn again",
+    "cli/deploy.py": "the template of a deployment",
+}
+_WRITING = {
+    "write_text", "write_bytes", "unlink", "rmdir", "mkdir", "touch", "rename", "symlink_to", "savefig", "save_file",
+    "TemporaryDirectory", "NamedTemporaryFile", "mkstemp", "rmtree", "copytree", "copyfile", "makedirs", "ftruncate",
+}  # fmt: skip
+
+
+def writes(text: str) -> list[str]:
+    """Return the calls of a source file that write or remove files."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        whole = ast.unparse(node.func)
+        modes = [
+            value.value
+            for value in [*node.args, *(key.value for key in node.keywords)]
+            if isinstance(value, ast.Constant)
+        ]
+        opens = name == "open" and any(
+            isinstance(mode, str) and mode[:1] in ("w", "a", "x") and len(mode) < 4 for mode in modes
+        )
+        if name in _WRITING or opens or whole in ("os.open", "os.write", "os.replace", "os.remove"):
+            found.append(f"line {node.lineno}: {whole}")
+    return found
+
+
+def test_files__are_written_and_removed_in_one_place() -> None:
+    house = ROOT / "src/fedblur"
+    found = {path.relative_to(house).as_posix(): writes(path.read_text()) for path in house.rglob("*.py")}
+    assert {name: calls for name, calls in found.items() if calls and name not in WRITERS} == {}
+    assert [name for name in WRITERS if not found.get(name)] == [], "these write nothing any more: drop them"
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("path.write_text('x')", True),
+        ("open(path, 'w')", True),
+        ("path.open('ab')", True),
+        ("os.replace(a, b)", True),
+        ("open(path)", False),
+        ("path.open('rb')", False),
+        ("text.replace('a', 'b')", False),
+    ],
+)
+def test_files__a_call_that_writes_is_seen(text: str, seen: bool) -> None:
+    assert bool(writes(text)) == seen

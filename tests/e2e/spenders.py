@@ -64,7 +64,7 @@ def _spend(folder: Path, run: int, deadly: bool) -> int:
     budget = Budget(math.inf, DELTA, "rdp", ROUNDS)
     try:
         account = Account(Population("crowd", folder / "state"), EVENT, ROUNDS, "run", DELTA, "operating system")
-        ledger = Ledger(own / "ledger.jsonl", budget, "about", "operating system", account)
+        ledger = Ledger(own / "ledger.jsonl", budget, "about", "operating system", account=account)
         for round_ in range(len(ledger.spends()) + 1, ROUNDS + 1):
             ledger.demand_room(round_, EVENT, replay=False)
             ledger.spend(round_, EVENT, replay=False)

@@ -49,7 +49,7 @@ def opened(
     """Open the ledger of a run that may make so many releases."""
     folder.mkdir(parents=True, exist_ok=True)
     account = Account(population, event, rounds, "run", DELTA, source)
-    return Ledger(folder / "ledger.jsonl", Budget(math.inf, DELTA, "rdp", rounds), "about", source, account)
+    return Ledger(folder / "ledger.jsonl", Budget(math.inf, DELTA, "rdp", rounds), "about", source, account=account)
 
 
 def spend(ledger: Ledger, *rounds: int, event: events.Event = EVENT, replay: bool = False) -> None:
@@ -143,7 +143,7 @@ def test_noise__that_is_not_known_to_be_secret_counts_as_infinite(
     crowd: Population, tmp_path: Path, source: Randomness | None
 ) -> None:
     account = Account(crowd, EVENT, 1, "run", DELTA, source or "unknown")
-    ledger = Ledger(_made(tmp_path / "a"), Budget(math.inf, DELTA, "rdp", 1), "about", source, account)
+    ledger = Ledger(_made(tmp_path / "a"), Budget(math.inf, DELTA, "rdp", 1), "about", source, account=account)
     spend(ledger, 1)
     assert crowd.total().epsilon == math.inf
     crowd.set_limit(Limit(100.0, DELTA))

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.sweeps.disk import Disk, Killed
+from tests.sweeps.disk import Disk, Killed, Operation
 from tests.sweeps.worlds import (
     AUDIT,
     MACHINE,
@@ -98,6 +98,10 @@ class Point:
     first: str = "again"  # what the user types first: the same command, or `resume`
 
     @property
+    def group(self) -> str:
+        return self.command
+
+    @property
     def name(self) -> str:
         return f"{self.command} @{self.at} {self.mode} ({self.first})"
 
@@ -105,26 +109,35 @@ class Point:
 class Crashes:
     """The crash sweep in a scratch folder."""
 
-    def __init__(self, scratch: Path) -> None:
+    def __init__(self, scratch: Path, commands: Sequence[str] = tuple(COMMANDS)) -> None:
         self.scratch = scratch.resolve()
+        self.commands = commands
         self.world = self.scratch / "world"
         self.expected: dict[str, dict[str, bytes]] = {}
+        self.operations: list[Operation] = []  # of the last command
 
     def points(self) -> list[Point]:
         """Return every crash point, after running each command once undisturbed."""
         points = []
-        for name, command in COMMANDS.items():
+        for name in self.commands:
+            command = COMMANDS[name]
             kept = self._kept(name)
             fresh(kept, self.world)
             disk = Disk(self.world)
             with disk.active():
                 demand(command.typed(self.world))
+            self.operations = disk.operations
             self.expected[name] = _models(self.world / command.out)
             for at, operation in enumerate(disk.operations):
                 for number, mode in enumerate(operation.modes()):
                     first = "resume" if command.resumes and (at + number) % 2 else "again"
                     points.append(Point(name, at, mode, first))
         return points
+
+    def around(self, part: str, reach: int = 3) -> set[int]:
+        """Return the numbers of the last command's operations near those on such a file."""
+        near = (at for at, operation in enumerate(self.operations) if part in operation.path)
+        return {number for at in near for number in range(at - reach, at + reach)}
 
     def _kept(self, name: str) -> Path:
         """Return the world that a command finds, made once."""
@@ -150,7 +163,7 @@ class Crashes:
             except Killed:
                 outcome = None
             if not disk.reached:
-                return None  # the number of trials is random: this command had fewer operations
+                return "not reached", "the number of trials is random: this command had fewer operations"
             if wrong := [*releases.underpaid(), *shown_but_unpaid(self.world)]:
                 return "underpaid", "; ".join(wrong)
             if outcome is not None and not _good(outcome):
@@ -207,8 +220,7 @@ class Crashes:
         if (
             "another --out" in said
             or "start a new run" in said
-            or ("choose another folder" in said
-            and "free space" not in said)
+            or ("choose another folder" in said and "free space" not in said)
         ):
             turn = typed.index("--out") + 1 if "--out" in typed else None
             if turn is None:  # a resumed run: it was begun by `run`
@@ -283,12 +295,3 @@ def _poor(outcome: Outcome) -> tuple[str, str] | None:
 
 def _models(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("model.safetensors")}
-
-
-def sweep(
-    scratch: Path, points: Callable[[list[Point]], list[Point]]
-) -> Iterator[tuple[Point, tuple[str, str] | None]]:
-    """Judge the points that are chosen."""
-    crashes = Crashes(scratch)
-    for point in points(crashes.points()):
-        yield point, crashes.judge(point)

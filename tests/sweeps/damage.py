@@ -1,4 +1,4 @@
-"""Damage: each file of a finished, stopped or killed run, table, search and audit is damaged, and every command reads it.
+"""Damage: each file of a finished, stopped or killed run, table, search and audit is damaged; every command reads it.
 
 A command may refuse, in one line. If it succeeds, what it shows of ε, N, σ, accuracy and who is protected is the truth,
 or `fedblur ledger verify` reports the damage; a model is the one that an undisturbed run ends with; and the ledgers
@@ -13,7 +13,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,22 @@ from tests.sweeps.worlds import (
     write_files,
 )
 
-KINDS = ("flip", "edit", "cut", "garbage", "not UTF-8", "other", "type", "empty", "missing", "huge", "deep", "folder", "loop", "pipe")
+KINDS = (
+    "flip",
+    "edit",
+    "cut",
+    "garbage",
+    "not UTF-8",
+    "other",
+    "type",
+    "empty",
+    "missing",
+    "huge",
+    "deep",
+    "folder",
+    "loop",
+    "pipe",
+)
 _OFTEN = {"flip": 16, "edit": 16, "cut": 6, "garbage": 5, "not UTF-8": 3, "other": 3, "type": 3}
 _LARGEST = {".safetensors": 2**36}  # what a reader accepts
 
@@ -60,7 +75,12 @@ def _typed(text: str) -> tuple[str, ...]:
     return tuple(words)
 
 
-_RUN = ("ledger verify W/out/run", "ledger show W/out/run --json", "statement W/out/run --json", "report W/out/run --json")
+_RUN = (
+    "ledger verify W/out/run",
+    "ledger show W/out/run --json",
+    "statement W/out/run --json",
+    "report W/out/run --json",
+)
 _RUNS_ON = ("resume W/out/run --json MACHINE",)
 
 
@@ -82,7 +102,10 @@ def _killed(world: Path) -> None:
 
     with contextlib.suppress(Killed):
         loop.train(
-            configure(read_toml(world / "seeded.toml")), out=world / "out/run", machine=Machine(device="cpu", engine="sequential"), watch=kill
+            configure(read_toml(world / "seeded.toml")),
+            out=world / "out/run",
+            machine=Machine(device="cpu", engine="sequential"),
+            watch=kill,
         )
 
 
@@ -114,14 +137,20 @@ def _again(file: str) -> str:
     return f"run W/{file} --out W/out/run --json MACHINE"
 
 
-_TUNED = ("ledger verify W/out/tuned", "ledger show W/out/tuned --json", "statement W/out/tuned --json", "report W/out/tuned --json")
+_TUNED = (
+    "ledger verify W/out/tuned",
+    "ledger show W/out/tuned --json",
+    "statement W/out/tuned --json",
+    "report W/out/tuned --json",
+)
 FOLDERS: dict[str, Made] = {
     "private run, complete": Made(
         _finish("private.toml"), _readers(*_RUN, *_RUNS_ON, _again("private.toml"), *_RUN[:1]), private=True
     ),
     "private run, stopped": Made(
         lambda world: stopped(world, "private.toml", world / "out/run"),
-        _readers(*_RUN, *_RUNS_ON, _again("private.toml"), *_RUN[:1]), private=True,
+        _readers(*_RUN, *_RUNS_ON, _again("private.toml"), *_RUN[:1]),
+        private=True,
     ),
     "seeded run, complete": Made(_finish("seeded.toml"), _readers(*_RUN, *_RUNS_ON, *_RUN[:1])),
     "seeded run, stopped": Made(
@@ -132,12 +161,16 @@ FOLDERS: dict[str, Made] = {
     "table": Made(
         _table,
         _readers(
-            "results W/out/table --json", "report W/out/table --json", "table W/table.toml --out W/out/table --json MACHINE",
+            "results W/out/table --json",
+            "report W/out/table --json",
+            "table W/table.toml --out W/out/table --json MACHINE",
             "results W/out/table --json",
         ),
     ),
     "table, packed": Made(
-        _packed, _readers("results W/out/table --json", "table W/table.toml --out W/out/table --json MACHINE"), "out/table/results"
+        _packed,
+        _readers("results W/out/table --json", "table W/table.toml --out W/out/table --json MACHINE"),
+        "out/table/results",
     ),
     "search, complete": Made(
         _search("private-grid.toml"),
@@ -146,7 +179,9 @@ FOLDERS: dict[str, Made] = {
     ),
     "search, killed": Made(
         _search("grid.toml", 60),
-        _readers("ledger show W/out/tuned --json", "tune W/grid.toml --out W/out/tuned --json MACHINE SEARCH", *_TUNED[:3]),
+        _readers(
+            "ledger show W/out/tuned --json", "tune W/grid.toml --out W/out/tuned --json MACHINE SEARCH", *_TUNED[:3]
+        ),
     ),
     "run, audited": Made(
         _audited,
@@ -167,6 +202,10 @@ class Case:
     seed: int
 
     @property
+    def group(self) -> str:
+        return self.folder
+
+    @property
     def name(self) -> str:
         return f"{self.folder}: {self.file}: {self.kind} #{self.seed}"
 
@@ -174,8 +213,9 @@ class Case:
 class Damage:
     """The damage sweep in a scratch folder."""
 
-    def __init__(self, scratch: Path) -> None:
+    def __init__(self, scratch: Path, folders: Sequence[str] = tuple(FOLDERS)) -> None:
         self.scratch = scratch.resolve()
+        self.folders = folders
         self.world = self.scratch / "world"
         self.truth: dict[tuple[str, tuple[str, ...]], list[Any]] = {}
         self.models: dict[str, dict[str, bytes]] = {}
@@ -184,10 +224,13 @@ class Damage:
     def cases(self) -> list[Case]:
         """Return every case; the folders are made here, and read undamaged."""
         cases = []
-        for name, made in FOLDERS.items():
+        for name in self.folders:
+            made = FOLDERS[name]
             kept = self._kept(name)
             self._learn(name)
-            files = sorted(path.relative_to(kept).as_posix() for path in (kept / made.folder).rglob("*") if path.is_file())
+            files = sorted(
+                path.relative_to(kept).as_posix() for path in (kept / made.folder).rglob("*") if path.is_file()
+            )
             for number, file in enumerate(files):
                 for kind in KINDS:
                     if kind in ("edit", "type", "deep") and not file.endswith((".json", ".jsonl", ".gz")):
@@ -236,9 +279,9 @@ class Damage:
                     return "underpaid", f"{shown}: {wrong}"
                 if outcome.status == 0 and (lie := self._lie(case, words, outcome)) and not noticed:
                     return "silently wrong", f"{shown}: {lie}"
-                if words[0] in ("resume", "table", "tune", "run") and outcome.status == 0:
-                    if wrong := self._other_models(case, before):
-                        return "silently wrong", f"{shown}: {wrong}"
+                writes = words[0] in ("resume", "table", "tune", "run") and outcome.status == 0
+                if writes and (wrong := self._other_models(case, before)):
+                    return "silently wrong", f"{shown}: {wrong}"
         return None
 
     def _underpaid(self, case: Case, made: Made, releases: Releases) -> str:
@@ -260,13 +303,17 @@ class Damage:
         if FOLDERS[case.folder].private and words[0] in ("tune", "run"):
             return ""  # a new one, with results of its own
         private = FOLDERS[case.folder].private and "stopped" in case.folder
-        lies = ["; ".join(_differences(truth, found, skip=("accuracy", "loss") if private else ())) for truth in truths]
+        lies = ["; ".join(_differences(truth, found, skip=_FRESH if private else ())) for truth in truths]
         return min(lies, key=len)
 
     def _other_models(self, case: Case, before: dict[str, bytes]) -> str:
         expected, found = self.models[case.folder], _models(self.world)
         for path, content in found.items():
-            if "-local-only" in path or "/new" in path or (FOLDERS[case.folder].private and "complete" not in case.folder):
+            if (
+                "-local-only" in path
+                or "/new" in path
+                or (FOLDERS[case.folder].private and "complete" not in case.folder)
+            ):
                 continue
             if content != expected.get(path) and content != before.get(path):
                 return f"{path} is another model than that of an undisturbed run"
@@ -284,7 +331,9 @@ def damage(path: Path, kind: str, lots: random.Random, world: Path) -> None:
         place = lots.randrange(min(len(data), 400))  # its header
     others = sorted(other for other in world.rglob("*") if other.is_file() and other != path)
     changed: dict[str, Callable[[], bytes]] = {
-        "flip": lambda: data[:place] + bytes([data[place] ^ 1 << lots.randrange(8)]) + data[place + 1 :] if data else b"",
+        "flip": lambda: (
+            data[:place] + bytes([data[place] ^ 1 << lots.randrange(8)]) + data[place + 1 :] if data else b""
+        ),
         "edit": lambda: _edited(path, data, lots),
         "cut": lambda: data[:place],
         "garbage": lambda: data[:place] + lots.randbytes(lots.randint(1, 32)) + data[place + 16 :],
@@ -344,9 +393,11 @@ def _leaves(value: Any, path: list[Any]) -> Iterator[list[Any]]:
 
 # --- what a command shows ---
 
+_FRESH = ("accuracy", "loss", "accuracy_last_10_evaluations")  # other noise gives others
 _SHOWN = {
-    "epsilon", "delta", "clients", "releases", "noise_multiplier", "accuracy", "loss", "private", "warning", "randomness",
-    "status", "rounds", "claimed_epsilon", "noise_removed", "verdict", "not_private_because", "expected_cohort", "unit",
+    "epsilon", "delta", "clients", "releases", "noise_multiplier", "accuracy", "loss", "private", "warning",
+    "randomness", "accuracy_last_10_evaluations", "status", "rounds", "claimed_epsilon", "noise_removed", "verdict",
+    "not_private_because", "expected_cohort", "unit",
 }  # fmt: skip
 
 
@@ -357,9 +408,16 @@ def _facts(outcome: Outcome) -> Any:
         return None
 
 
+def _name(value: Any) -> str:
+    """Return what an entry of a list is about; the place counts for those without a name."""
+    return str(value.get("key") or value.get("label") or value.get("run")) if isinstance(value, dict) else str(value)
+
+
 def _differences(truth: Any, found: Any, where: str = "", skip: tuple[str, ...] = ()) -> Iterator[str]:
     """Yield what is shown otherwise, among the figures that people rely on."""
     if isinstance(truth, dict) and isinstance(found, dict):
+        if any(truth.get(key) != found.get(key) for key in ("seeds", "key", "label")):
+            return  # of other cells: fewer are shown, and it is said how many
         for key, value in truth.items():
             if key in skip:
                 continue
@@ -367,8 +425,9 @@ def _differences(truth: Any, found: Any, where: str = "", skip: tuple[str, ...] 
                 yield f"{where}{key} is {found.get(key)!r}, was {value!r}"
             yield from _differences(value, found.get(key), f"{where}{key}.", skip)
     elif isinstance(truth, list) and isinstance(found, list):
-        for one, other in zip(truth, found, strict=False):
-            yield from _differences(one, other, where, skip)
+        named = {_name(other): other for other in found}
+        for one in truth:
+            yield from _differences(one, named.get(_name(one)), where, skip)
 
 
 def _bug(outcome: Outcome) -> bool:
@@ -385,4 +444,8 @@ def _models(world: Path) -> dict[str, bytes]:
 
 
 def _spent(world: Path) -> int:
-    return sum(spends(path) for path in world.rglob("ledger*.jsonl") if "-local-only" not in str(path) and path.is_file() and path.stat().st_size < MOST_BYTES)
+    return sum(
+        spends(path)
+        for path in world.rglob("ledger*.jsonl")
+        if "-local-only" not in str(path) and path.is_file() and path.stat().st_size < MOST_BYTES
+    )

@@ -77,7 +77,7 @@ class Outcome:
 
 def invoke(words: list[str]) -> Outcome:
     """Run a command in this process. Syncing takes most of its time, and matters to a simulated disk alone."""
-    quick = contextlib.nullcontext() if os.fsync is not _FSYNC else mock.patch.object(os, "fsync", lambda handle: None)
+    quick = contextlib.nullcontext() if os.fsync is not _FSYNC else mock.patch.object(os, "fsync")
     with quick, _no_hang():
         try:
             result = CliRunner().invoke(app, words)
@@ -115,7 +115,7 @@ def _no_hang() -> Iterator[None]:
 def demand(words: list[str], status: int = 0) -> Outcome:
     """Run a command that must succeed."""
     outcome = invoke(words)
-    assert outcome.status == status and not outcome.bug, (words, outcome)
+    assert (outcome.status, outcome.bug) == (status, ""), (words, outcome)
     return outcome
 
 

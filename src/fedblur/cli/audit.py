@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fedblur.cli.errors import FOUND
@@ -16,7 +17,7 @@ from fedblur.cli.options import Json, Plugin, Population, Quiet, on_machine
 from fedblur.cli.output import print_json
 from fedblur.core.config import Config, canonical, config_hash, from_dict
 from fedblur.core.errors import ConfigError, RunError
-from fedblur.core.files import read_json_if_there, write_atomically
+from fedblur.core.files import demand_digest, read_json_if_there, with_digest, write_atomically
 from fedblur.core.plugins import read_config
 from fedblur.experiments.audit import Audit, Check, Finding, WorstCase, audit, check_isolation, check_worst_case
 from fedblur.experiments.audit.worst_case import worst_case_ticks
@@ -82,7 +83,7 @@ def audit_(
         print_json(results)
     else:
         Console().print(render(results))
-        Console().print(f"Results: {folder}")
+        Console().print(f"Results: {folder}", markup=False)
         totals = [
             from_json(PopulationTotal, result["population"], folder) for result in results if "population" in result
         ]
@@ -119,6 +120,7 @@ def _one(
     if done is not None:
         if not {"name", "attacks", "verdict", "noise_removed"} <= done.keys():
             raise RunError(f"{path} holds no audit; delete it to run the audit again")
+        demand_digest(done, path, "delete it to run the audit again")
         return done
     with bar(name, config.rounds, quiet) as tick:
         found: Audit = audit(
@@ -128,7 +130,7 @@ def _one(
     from fedblur.report.plots import plot_audit  # matplotlib is slow to import
 
     plot_audit(found, path.with_suffix(".png"))
-    result: dict[str, Any] = json.loads(canonical({"name": name, **found.facts()}))
+    result: dict[str, Any] = with_digest(json.loads(canonical({"name": name, **found.facts()})))
     write_atomically(path, (json.dumps(result, indent=2) + "\n").encode())
     return result
 
@@ -141,7 +143,7 @@ def render(results: list[dict[str, Any]]) -> Table:
     for result in results:
         attacks = [result["attacks"][name] for name in ("final model", "all iterates")]
         cells = ["{epsilon:.2f} [{interval_95[0]:.2f}, {interval_95[1]:.2f}]".format(**attack) for attack in attacks]
-        label = result["name"] + (" (noise removed)" if result["noise_removed"] else "")
+        label = escape(result["name"]) + (" (noise removed)" if result["noise_removed"] else "")
         table.add_row(label, f"{float(result['claimed_epsilon']):.3f}", *cells, result["verdict"])
     return table
 

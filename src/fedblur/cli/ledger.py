@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fedblur.cli.errors import FOUND
@@ -64,7 +65,7 @@ def show(
         facts = _facts(book)
         epsilons = [_epsilon(facts["epsilon"][name]) for name in ACCOUNTANTS]
         counts = str(facts["releases"]), str(facts["rounds"]), f"{book.budget.delta:.3g}"
-        table.add_row(facts["run"], *counts, *epsilons, f"{book.budget.epsilon:.4g}")
+        table.add_row(escape(facts["run"]), *counts, *epsilons, f"{book.budget.epsilon:.4g}")
     if len(books) > 1 or delta is not None:
         count = str(sum(len(book.spends) for book in books))
         table.add_row("together", count, "", f"{total_delta:.3g}", *(_epsilon(total[name]) for name in ACCOUNTANTS))

@@ -36,7 +36,7 @@ def report(
     if json_:
         print_json({"report": str(path), **made.facts()})
     else:
-        Console(soft_wrap=True).print(f"Report: {path}", highlight=False)
+        Console(soft_wrap=True).print(f"Report: {path}", markup=False, highlight=False)
 
 
 def watch(

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fedblur.cli.options import Json
@@ -88,7 +89,7 @@ def _list(found: list[Result], json_: bool) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for line in lines:
         figures = (f"{100 * line['accuracy']:.2f}", rounded_up(line["epsilon"]), str(line["rounds"]))
-        table.add_row(line["cell"], *figures, line["date"], line["key"])
+        table.add_row(escape(line["cell"]), *figures, line["date"], line["key"])
     return print_whole(table, Console())
 
 

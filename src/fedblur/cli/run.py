@@ -143,10 +143,10 @@ def resume(
 
     Example: `fedblur resume runs/digits-20260101-120000`
     """
-    tell = Console(stderr=True).print
+    console = Console(stderr=True)
     machine = replace(machine, rank_timeout=rank_timeout)
     with _watched(RunProgress(None, quiet or json_ or rank() > 0), logger, path) as (_, watch):
-        done = resume_run(path, machine=machine, watch=watch, tell=tell)
+        done = resume_run(path, machine=machine, watch=watch, tell=lambda line: console.print(line, markup=False))
     _show(done, json_)
 
 
@@ -172,6 +172,8 @@ def _read(path: Path | None) -> dict[str, Any]:
         return read_config(path)
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ConfigError(f"{path} is not valid JSON: it is nested too deeply; fix it, or write TOML") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}; fix it, or write TOML") from None
     if not isinstance(table, dict):
@@ -186,4 +188,4 @@ def _show(done: Run, as_json: bool) -> None:
         print_json({"run": str(done.path), **done.summary})
     else:
         print_summary(done.path, done.record, Console())
-        Console(soft_wrap=True).print(read_statement(done.path).shown(), highlight=False)
+        Console(soft_wrap=True).print(read_statement(done.path).shown(), markup=False, highlight=False)

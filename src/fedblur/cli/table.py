@@ -143,10 +143,10 @@ def _show(specs: list[Spec], store: Results, cells: Path, as_json: bool) -> None
             continue
         print_whole(render(spec.title, lines), output)
         for sentence in _footer(found, spec.note):
-            output.print(sentence)
-        output.print(f"Results: {store.folder}\n" if len(specs) > 1 else f"Results: {store.folder}")
+            output.print(sentence, markup=False)
+        output.print(f"Results: {store.folder}", markup=False, end="\n\n" if len(specs) > 1 else "\n")
         for line in _privacy([cells / cell.key for cell in spec.cells], spec.tuning):
-            output.print(line, soft_wrap=True, highlight=False)
+            output.print(line, markup=False, soft_wrap=True, highlight=False)
     if as_json:
         print_json(tables[0] if len(tables) == 1 else {"tables": tables})
         return

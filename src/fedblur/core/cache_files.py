@@ -67,7 +67,7 @@ def read_kept(path: Path) -> bytes | None:
         content = file.read()
     digest = _digest_file(path)  # of the very bytes that are returned
     with contextlib.suppress(OSError):
-        if digest.read_text("ascii").strip() == hashlib.sha256(content).hexdigest():
+        if digest.read_text(encoding="ascii").strip() == hashlib.sha256(content).hexdigest():
             return content
     return None
 
@@ -98,7 +98,7 @@ def _record(path: Path, digest: str) -> None:
 def _changed(file: BufferedReader, path: Path, adopt: bool) -> str:
     digest = hashlib.file_digest(file, "sha256").hexdigest()
     try:
-        recorded = _digest_file(path).read_text("ascii").strip()
+        recorded = _digest_file(path).read_text(encoding="ascii").strip()
     except (OSError, ValueError):
         recorded = ""
     if recorded == digest:

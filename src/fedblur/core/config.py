@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -31,8 +31,8 @@ class LocalTraining:
 
     def __post_init__(self) -> None:
         check_types(self, "local.")
-        demand(self.steps >= 1, "local.steps", self.steps, "must be at least 1")
-        demand(self.batch_size >= 1, "local.batch_size", self.batch_size, "must be at least 1")
+        demand_between(1, 10**6, "local.steps", self.steps)
+        demand_between(1, 10**6, "local.batch_size", self.batch_size)
         demand(0 < self.learning_rate < math.inf, "local.learning_rate", self.learning_rate, "must be above 0")
         demand(0 <= self.momentum < 1, "local.momentum", self.momentum, "must be in [0, 1)")
         demand(0 <= self.weight_decay < math.inf, "local.weight_decay", self.weight_decay, "must be 0 or more")
@@ -103,6 +103,9 @@ class Config:
         return self.eval_every or max(1, self.rounds // 20)
 
 
+MOST_ROUNDS = 10**7  # that can be composed in a reasonable time
+MOST_CLIENTS = 10**8  # that are simulated: each round draws a number for each
+SMALLEST_RATE = 1e-9
 _SMALLEST_CLIP = 1e-30  # near float32's smallest numbers a clipped update may be longer than S
 
 
@@ -110,6 +113,12 @@ def demand(holds: bool, name: str, value: Any, rule: str) -> None:
     """Check one rule about one value; the message names both."""
     if not holds:
         raise ConfigError(f"{name}={value!r} {rule}")
+
+
+def demand_between(least: int, most: int, name: str, value: int) -> None:
+    """Check that a whole number is neither too small nor so large that it could not be computed."""
+    demand(value >= least, name, value, f"must be at least {least}")
+    demand(value <= most, name, value, f"must be at most {most:,}")
 
 
 def _check_privacy(config: Config) -> None:
@@ -133,6 +142,8 @@ def _check_privacy(config: Config) -> None:
                 "denoise takes every coordinate to be noisy, which a mask does not leave; drop one of them"
             )
     demand(0 < config.sample_rate <= 1, "sample_rate", config.sample_rate, "must be in (0, 1]")
+    rule = f"is below {SMALLEST_RATE:g}: nearly no round would have a client; raise it"
+    demand(config.sample_rate >= SMALLEST_RATE, "sample_rate", config.sample_rate, rule)
     if isinstance(config.delta, float):
         demand(0 < config.delta < 1, "delta", config.delta, 'must be in (0, 1), or "1/N", or "N^-1.1"')
 
@@ -152,13 +163,14 @@ def _check_voting(config: Config) -> None:
 
 
 def _check_run(config: Config) -> None:
-    demand(config.clients is None or config.clients >= 1, "clients", config.clients, "must be at least 1")
+    if config.clients is not None:
+        demand_between(1, MOST_CLIENTS, "clients", config.clients)
     demand(0 <= config.validation_share < 1, "validation_share", config.validation_share, "must be in [0, 1)")
     if config.evaluate == "validation" and config.validation_share == 0:
         raise ConfigError("evaluate='validation' needs validation_share above 0, for instance 0.1")
-    demand(config.rounds >= 1, "rounds", config.rounds, "must be at least 1")
+    demand_between(1, MOST_ROUNDS, "rounds", config.rounds)
     demand(config.eval_every is None or config.eval_every >= 1, "eval_every", config.eval_every, "must be at least 1")
-    demand(config.test_views >= 1, "test_views", config.test_views, "must be at least 1")
+    demand_between(1, 10**4, "test_views", config.test_views)
     if config.test_views > 1 and not any(method.part_name == "augment" for method in config.method):
         raise ConfigError(f"test_views={config.test_views} needs method 'augment', which makes the views")
     demand(config.checkpoint_every >= 1, "checkpoint_every", config.checkpoint_every, "must be at least 1")
@@ -242,6 +254,29 @@ def config_digest(config: Config) -> str:
     return hashlib.sha256(canonical(hashed).encode()).hexdigest()
 
 
+def _is_part(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("name"), str)
+
+
+_FORM: dict[str, Callable[[Any], bool]] = {
+    "method": lambda value: isinstance(value, list) and all(map(_is_part, value)),
+    "dataset": _is_part,
+    "model": _is_part,
+    "mechanism": _is_part,
+    "rounds": lambda value: type(value) is int,
+    "clip_norm": lambda value: isinstance(value, int | float | str),
+    "seed": lambda value: value is None or type(value) is int,
+    "own": lambda value: value is None or isinstance(value, Mapping),
+}
+
+
+def demand_form(resolved: Mapping[str, Any], name: object) -> None:
+    """Check a run's configuration as far as pages read it. Its parts may be plugins that are not loaded now."""
+    wrong = next((key for key, holds in _FORM.items() if not holds(resolved.get(key))), None)
+    if wrong is not None:
+        raise RunError(f"{name}: {wrong} is not what fedblur writes; restore it from a copy")
+
+
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Return `key: old -> new` for every value that differs."""
     lines = []
@@ -260,7 +295,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; give the path of a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise ConfigError(f"{path} is not valid TOML: it is nested too deeply; write fewer brackets and dots") from None
+    except (ValueError, UnicodeDecodeError) as error:  # also numbers of too many digits
         json_ = " (it looks like JSON; TOML is written key = value)" if path.read_bytes()[:1] == b"{" else ""
         raise ConfigError(f"{path} is not valid TOML: {error}{json_}; fix that line") from None
     except OSError as error:
@@ -271,8 +308,10 @@ def parse_value(text: str) -> Any:
     """Parse a value typed after `--set key=`: TOML if it parses (1, 0.5, true, [..], inf), else the text itself."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:
         return text
+    except RecursionError:
+        raise ConfigError(f"{text[:20]}… is nested too deeply; write fewer brackets") from None
 
 
 def apply_overrides(table: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:

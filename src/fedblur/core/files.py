@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -84,13 +85,25 @@ def sync_folder(folder: Path) -> None:
 
 def make_folder(folder: Path, private: bool = False) -> None:
     """Make a folder and those above it, unless they are there. When this returns, their names are on disk."""
-    above = [path for path in (folder, *folder.parents) if not path.exists()]
+    above = missing_folders(folder)
     try:
         folder.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
         for path in reversed(above):  # or a power failure takes the folder, and the ledger in it
             sync_folder(path.parent)
     except OSError as error:
         raise _cannot(folder, "be made", error, "choose another folder") from None
+
+
+def missing_folders(folder: Path) -> list[Path]:
+    """Return the folders that `make_folder` would make, innermost first."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
+def drop_empty(folders: Iterable[Path]) -> None:
+    """Remove folders that nothing came of, innermost first, up to the first that holds something."""
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            os.rmdir(folder)
 
 
 def remove(*paths: Path) -> None:
@@ -167,6 +180,22 @@ def read_json_if_there(path: Path, way_out: str = RESTORE) -> dict[str, Any] | N
         return None
 
 
+def with_digest(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table of JSON values with the hash of all of it: no ledger covers what lies in such a file."""
+    return {**table, "digest": _digest(table)}
+
+
+def demand_digest(table: Mapping[str, Any], name: object, way_out: str = RESTORE) -> None:
+    """Refuse a table that is not what was written. Earlier versions wrote no digest."""
+    if "digest" in table and table["digest"] != _digest(table):
+        raise RunError(f"{name} was damaged or edited: its digest does not match; {way_out}")
+
+
+def _digest(table: Mapping[str, Any]) -> str:
+    content = {key: value for key, value in table.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Read a file of JSON objects, a line each; return them, and how many lines are damaged. For diagnostics."""
     try:
@@ -219,7 +248,7 @@ def locked(path: Path) -> Iterator[bool]:
     The system releases the lock when the process ends, however it ends: a killed command leaves nothing to clean up.
     """
     try:
-        file = path.open("ab")
+        file = open(path, "ab", opener=_unblocked)  # noqa: SIM115, closed below
     except OSError as error:
         raise _cannot(path, "be locked", error, "choose another folder") from None
     with file:
@@ -230,6 +259,11 @@ def locked(path: Path) -> Iterator[bool]:
         except (BlockingIOError, PermissionError):  # systems differ in which
             taken = False
         yield taken and _still(path, file)
+
+
+def _unblocked(path: str, flags: int) -> int:
+    """Open without waiting for whoever reads a pipe: there it is an error."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0), _SHARED)
 
 
 def _still(path: Path, file: IO[bytes]) -> bool:

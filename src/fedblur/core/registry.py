@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import functools
 import importlib
+import math
 import pkgutil
 import re
 import typing
@@ -37,6 +38,8 @@ _BASES: dict[str, type] = {}  # what the parts of a kind must derive from, where
 # place that knows all rooms.
 PART_HOMES: dict[str, str] = {}
 T = TypeVar("T", bound=type)
+_MOST, _MOST_OF_A_PART = 2**63 - 1, 10**7  # whole numbers: what 64 bits hold, and what a part may count or allocate
+_LEAST, _LARGEST = 1e-38, 3.4e38  # other numbers: what 32 bits hold
 
 
 def register(kind: Kind, name: str) -> Callable[[T], T]:
@@ -167,6 +170,7 @@ def _convert(field: dataclasses.Field[Any], hint: Any, value: Any, prefix: str) 
     kinds = {hint, *typing.get_args(hint)}
     if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:  # Python takes it for 0 or 1
         raise ConfigError(f"{prefix}{field.name}={value!r}: input should be a number, not true or false")
+    _check_size(value, f"{prefix}{field.name}", part=prefix not in ("", "local."))
     from pydantic import ValidationError  # slow to import, and `fedblur --help` needs none of it
 
     try:
@@ -174,6 +178,15 @@ def _convert(field: dataclasses.Field[Any], hint: Any, value: Any, prefix: str) 
     except ValidationError as error:
         message = error.errors()[0]["msg"]
         raise ConfigError(f"{prefix}{field.name}={value!r}: {message[0].lower()}{message[1:]}") from None
+
+
+def _check_size(value: Any, name: str, part: bool) -> None:
+    """Refuse numbers that would overflow, or ask for more memory or time than there is, before they are used."""
+    if isinstance(value, int) and abs(value) > (_MOST_OF_A_PART if part and "seed" not in name else _MOST):
+        raise ConfigError(f"{name}={value} is too large; give a smaller number")
+    if isinstance(value, float) and math.isfinite(value) and value and not _LEAST <= abs(value) <= _LARGEST:
+        what = "is too large; give a smaller number" if abs(value) > 1 else "is too small; give 0 or a larger number"
+        raise ConfigError(f"{name}={value} {what}")
 
 
 def convert_part(kind: Kind, value: Any, many: bool = False) -> Any:

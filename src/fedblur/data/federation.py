@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -105,8 +106,8 @@ def _made_up_roles(part: Dataset, raw: Raw, clients: int | None, share: float, s
 def _check_request(clients: int | None, share: float) -> None:
     if clients is not None and clients < 1:
         raise ConfigError(f"clients={clients} must be at least 1")
-    if not 0 <= share < 1:
-        raise ConfigError(f"validation_share={share} must be in [0, 1)")
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
+        raise ConfigError(f"validation_share={share!r} must be a number in [0, 1)")
 
 
 def _federation(name: str, raw: Raw, owners: Tensor, roles: _Roles, note: str) -> Federation:
@@ -159,12 +160,16 @@ def federation_from_arrays(
         raise DataError(
             f"x has samples of shape {[*train.x.shape[1:]]}, test_x of {[*test.x.shape[1:]]}; they must agree"
         )
+    if classes is not None and (isinstance(classes, bool) or not isinstance(classes, int) or not 0 < classes <= 10**6):
+        raise DataError(f"classes={classes!r} must be a whole number from 1 to 1,000,000")
     known = classes if classes is not None else 1 + int(test.y.max())
     _check_labels("test_y", test.y, known, "number the labels from 0, or give classes")
     counted = f"the test labels show {known} classes: give classes=, the number that is known without looking at y"
     _check_labels("y", train.y, known, "number the labels from 0, or give classes" if classes is not None else counted)
     who = _own_clients(owners, len(train))
     total = int(who.max()) + 1
+    if names is not None and not isinstance(names, Sequence | np.ndarray):
+        raise DataError(f"names={names!r} must be a list with the name of each client")
     given = [str(name) for name in (range(total) if names is None else names)]
     if len(given) != total or len(set(given)) != total:
         raise DataError(
@@ -207,6 +212,8 @@ def _own_samples(prefix: str, x: Any, y: Any) -> Samples:
 
 def _own_clients(owners: Any, samples: int) -> Tensor:
     who = _whole_numbers("owners", owners)
+    if getattr(owners, "dtype", None) in (bool, torch.bool):
+        raise DataError("owners are true or false; give each sample the number of its client, 0..N-1")
     if len(who) != samples:
         raise DataError(
             f"owners has {len(who)} entries for {samples} samples; each sample needs one (-1: leave it out)"
@@ -214,6 +221,11 @@ def _own_clients(owners: Any, samples: int) -> Tensor:
     if int(who.min()) < -1 or int(who.max()) < 0:
         raise DataError(
             f"owners run from {int(who.min())} to {int(who.max())}, must be clients 0..N-1 (-1: leave it out)"
+        )
+    if int(who.max()) >= samples:
+        raise DataError(
+            f"owners run up to {int(who.max())}, and {samples} samples have at most {samples} clients; number the "
+            "clients 0..N-1 without gaps"
         )
     empty = torch.nonzero(torch.bincount(who[who >= 0]) == 0).flatten()
     if len(empty):
@@ -232,12 +244,17 @@ def _whole_numbers(name: str, values: Any) -> Tensor:
 
 
 def _tensor(name: str, values: Any) -> Tensor:
+    if isinstance(values, np.ndarray) and not (values.flags.writeable and values.flags.c_contiguous):
+        values = values.copy()  # torch warns of one, and refuses views that run backwards
     try:
-        return torch.as_tensor(values)
+        tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError, KeyError) as error:  # strings, ragged lists, data frames, None
         kind = f"{type(values).__name__} of {values.dtype}" if hasattr(values, "dtype") else type(values).__name__
         reason = str(error).splitlines()[0].rstrip(".")
         raise DataError(f"{name} ({kind}) must be an array of numbers, all rows alike: {reason}") from None
+    if tensor.layout != torch.strided or tensor.is_meta:
+        raise DataError(f"{name} is a {tensor.layout} tensor on {tensor.device}; give a dense one, with its values")
+    return tensor
 
 
 def _check_labels(name: str, labels: Tensor, classes: int, otherwise: str) -> None:

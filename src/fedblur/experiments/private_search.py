@@ -34,6 +34,7 @@ from fedblur.training.setup import plan_for
 Scoring = Literal["private", "public"]
 HALF = 0.5  # a validation client adds its accuracy less a half to the score: at most this, either way
 _SAME = ("dataset", "partition", "clients", "validation_share", "data_seed", "delta", "seed", "population")
+_LEAST_SHARE = 0.02  # of the total, for one trial
 _TOLERANCE = 1e-3  # of the trials' epsilon, where the total is given
 
 
@@ -99,7 +100,12 @@ def make_search(
         each = total * math.exp(log_share)
         return _search([replace(c, epsilon=each, noise_multiplier=None) for c in chosen], data, count, scoring)
 
-    share = find_root(lambda x: math.log(search(x).epsilon / total), math.log(0.02), 0.0, xtol=_TOLERANCE)
+    if search(math.log(_LEAST_SHARE)).epsilon > total:
+        raise ConfigError(
+            f"epsilon={total:g} is too little for the whole search: a trial would get under {_LEAST_SHARE:g} of it; "
+            "raise it, or expect fewer trials"
+        )
+    share = find_root(lambda x: math.log(search(x).epsilon / total), math.log(_LEAST_SHARE), 0.0, xtol=_TOLERANCE)
     while (found := search(share)).epsilon > total:
         share -= _TOLERANCE
     return found

@@ -22,7 +22,16 @@ from fedblur.core.callbacks import Row
 from fedblur.core.config import Config, canonical, config_hash, differences, from_dict, to_dict
 from fedblur.core.decompression import read_at_most
 from fedblur.core.errors import FedBlurError, RunError
-from fedblur.core.files import locked, make_folder, parse_json, read_bytes, remove, write_atomically
+from fedblur.core.files import (
+    demand_digest,
+    locked,
+    make_folder,
+    parse_json,
+    read_bytes,
+    remove,
+    with_digest,
+    write_atomically,
+)
 
 Result = dict[str, Any]
 PACKED = ".jsonl.gz"
@@ -81,7 +90,7 @@ class Results:
         """Keep a finished cell's result; returned as JSON gives it back."""
         make_folder(self.folder)
         self.paths[key] = self.folder / f"{key}.json"
-        self.found[key] = json.loads(canonical(result))
+        self.found[key] = with_digest(json.loads(canonical(result)))
         write_atomically(self.paths[key], (json.dumps(self.found[key], indent=1) + "\n").encode())
         return self.found[key]
 
@@ -104,10 +113,14 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _parse(path: Path) -> list[Result]:
+    lines = [read_bytes(path)]
     if path.name.endswith(PACKED):
         with gzip.open(path) as file:
-            return [parse_json(line, path) for line in read_at_most(file, _MOST_BYTES).splitlines()]
-    return [parse_json(read_bytes(path), path)]
+            lines = read_at_most(file, _MOST_BYTES).splitlines()
+    results = [parse_json(line, path) for line in lines]
+    for result in results:
+        demand_digest(result, path, "delete it, and fedblur table makes it again")
+    return results
 
 
 def read_results(path: Path, strict: bool = True) -> list[Result]:

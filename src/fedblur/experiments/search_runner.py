@@ -21,7 +21,14 @@ import torch
 
 from fedblur.core.config import Config, canonical, config_hash, to_dict
 from fedblur.core.errors import ConfigError, DivergedError, PrivacyError, RunError
-from fedblur.core.files import make_folder, read_json_if_there, remove_folder, write_atomically
+from fedblur.core.files import (
+    demand_digest,
+    make_folder,
+    read_json_if_there,
+    remove_folder,
+    with_digest,
+    write_atomically,
+)
 from fedblur.core.rng import Rng, make_rng
 from fedblur.data.dataset import Generated
 from fedblur.data.population import Federation
@@ -102,15 +109,22 @@ def run_search(
 def _demand_unreleased(folder: RunFolder, local: Path) -> None:
     """Refuse a search that has released its winner, or whose trials are gone: new ones would not be paid for."""
     if not folder.ledger.exists():
+        if any(path.exists() for path in (folder.config, folder.model, folder.summary)):
+            raise RunError(
+                f"{folder.path} holds a run or a winner and no ledger; restore ledger.jsonl from a copy, or choose "
+                "another --out (on these clients it adds to the cost)"
+            )
         return
     chain = Chain(folder.ledger)
     paid = bool(read_spends(chain.read()) or cut_release(chain))
-    if read_closing(chain) is not None or folder.summary.exists():
+    begun = (local / "drawn.json").exists()
+    # One that was killed between summary and closing line releases the same winner again: its scores are kept.
+    if read_closing(chain) is not None or (folder.summary.exists() and not begun):
         remove_folder(local)  # a kill came between the release and this
         raise RunError(
             f"{folder.path} holds the winner of a search; choose another --out (on these clients it adds to the cost)"
         )
-    if paid and not (local / "drawn.json").exists():
+    if paid and not begun:
         raise RunError(
             f"{folder.path} holds a search that was paid for, and {local}, which held its trials, is gone: it cannot "
             "continue; choose another --out (on these clients it adds to the cost)"
@@ -122,6 +136,7 @@ def _draw(search: Search, local: Path, rng: Rng) -> list[int]:
     path = local / "drawn.json"
     drawn = read_json_if_there(path, "choose another --out (on these clients it adds to the cost)")
     if drawn is not None:
+        demand_digest(drawn, path, "choose another --out (on these clients it adds to the cost)")
         if drawn.get("search") != search.key:
             raise RunError(f"{local} holds another search that was not finished; finish it, or choose another --out")
         picks = drawn.get("picks")
@@ -135,7 +150,9 @@ def _draw(search: Search, local: Path, rng: Rng) -> list[int]:
     picks = [int(u * len(search.candidates)) for u in uniforms]
     make_folder(local, private=True)
     write_atomically(
-        path, json.dumps({"local_only": True, "search": search.key, "picks": picks}).encode(), private=True
+        path,
+        json.dumps(with_digest({"local_only": True, "search": search.key, "picks": picks})).encode(),
+        private=True,
     )
     return picks
 
@@ -176,6 +193,7 @@ class _Trials:
         path = folder / "score.json"
         kept = read_json_if_there(path, "delete it to run the trial again")
         if kept is not None:
+            demand_digest(kept, path, "delete it to run the trial again")
             if not isinstance(kept.get("score"), int | float):
                 raise RunError(f"{path} holds no score; delete it to run the trial again")
             return float(kept["score"])
@@ -185,7 +203,7 @@ class _Trials:
             config = replace(config, seed=rng.child("training").seed())
         run = _train(config, folder, self.machine, self.watch(config, index))
         score = self.score(run, config, rng.child("score"))
-        write_atomically(path, json.dumps({"local_only": True, "score": score}).encode(), private=True)
+        write_atomically(path, json.dumps(with_digest({"local_only": True, "score": score})).encode(), private=True)
         return score
 
     def score(self, run: Run | None, config: Config, rng: Rng) -> float:

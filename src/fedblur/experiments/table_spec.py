@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -31,6 +32,7 @@ from fedblur.experiments.recipe import configure
 _SECTIONS = {"title", "note", "tuning", "results", "base", "shared", "axes", "rows", "expected"}
 _ROW = {"label", "use", "axes", "priority"}  # the other keys of a row are settings
 _PRIORITY = 5
+_MOST_CELLS = 10_000  # of a row
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,16 @@ def read_spec(path: Path, overrides: Iterable[str] = ()) -> Spec:
     wrong = next((name for name, value in sections.items() if not isinstance(value, Mapping)), None)
     if wrong is not None:
         raise ConfigError(f"{path}: {wrong} = {sections[wrong]!r} must be a section, [{wrong}] with settings below it")
+    for name in ("title", "note", "tuning", "results"):
+        if not isinstance(table.get(name, ""), str):
+            raise ConfigError(f"{path}: {name} = {table[name]!r} must be a text")
+    if "\0" in table.get("results", ""):
+        raise ConfigError(f"{path}: results = {table['results']!r} must be the path of a folder")
+    rows = table.get("rows") or [{"label": "run"}]
+    if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
+        raise ConfigError(f"{path}: rows = {table['rows']!r} must be sections, [[rows]] with a label below each")
     cells: dict[tuple[str, str], Cell] = {}
-    for row in table.get("rows") or [{"label": "run"}]:
+    for row in rows:
         for cell in _expand(path.stem, table, row, list(overrides)):
             cell = replace(cell, title=table.get("title", path.stem), position=len(cells))
             cells.setdefault((cell.name, cell.key), cell)  # a row that comes again may overlap
@@ -111,6 +121,11 @@ def read_spec(path: Path, overrides: Iterable[str] = ()) -> Spec:
     if twice is not None:  # they would be averaged as if they were seeds
         raise ConfigError(f"{path}: rows give {twice!r} different settings; give them different labels")
     expected = table.get("expected", {})
+    wrong = next(
+        (key for key, value in expected.items() if isinstance(value, bool) or not isinstance(value, int | float)), None
+    )
+    if wrong is not None:
+        raise ConfigError(f"{path}: expected {wrong!r} = {expected[wrong]!r} must be a number, in percent")
     stray = next((key for key in expected if key not in {cell.group for cell in cells.values()}), None)
     if stray is not None:
         raise ConfigError(
@@ -128,6 +143,8 @@ def _expand(name: str, table: Mapping[str, Any], row: Mapping[str, Any], overrid
     if not isinstance(row.get("label"), str):
         raise ConfigError(f"each of [[rows]] needs a label; {dict(row)!r} has none")
     axes, priority = row.get("axes", table.get("axes", {})), row.get("priority", _PRIORITY)
+    if not isinstance(axes, Mapping):
+        raise ConfigError(f"axes={axes!r} of row {row['label']!r} must be a table, like axes = {{ seed = [0, 1] }}")
     for axis, values in axes.items():
         if not isinstance(values, list) or not values:
             raise ConfigError(f"axes.{axis}={values!r} must be a list of at least one value, like {axis} = [2, 4]")
@@ -136,12 +153,16 @@ def _expand(name: str, table: Mapping[str, Any], row: Mapping[str, Any], overrid
     names, shared = row.get("use", []), table.get("shared", {})
     if not isinstance(names, list):
         raise ConfigError(f'use={names!r} of row {row["label"]!r} must be a list, like use = ["emnist", "cnn"]')
-    unknown = next((name for name in names if name not in shared), None)
+    unknown = next((name for name in names if not isinstance(name, str) or name not in shared), None)
     if unknown is not None:
-        raise ConfigError(f"row {row['label']!r} uses {unknown!r}, which [shared] has not: {nearest(unknown, shared)}")
+        raise ConfigError(
+            f"row {row['label']!r} uses {unknown!r}, which [shared] has not: {nearest(str(unknown), shared)}"
+        )
     settings = _over({}, table.get("base", {}))
     for part in (*(shared[name] for name in names), {key: row[key] for key in row if key not in _ROW}):
         settings = _over(settings, part)
+    if math.prod(len(values) for values in axes.values()) > _MOST_CELLS:
+        raise ConfigError(f"the axes of row {row['label']!r} give more than {_MOST_CELLS:,} cells; shorten them")
     for point in itertools.product(*axes.values()):
         chosen = dict(zip(axes, point, strict=True))
         config = configure(apply_overrides(_over(settings, chosen), overrides))

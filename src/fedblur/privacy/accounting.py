@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
+from fedblur.core.config import MOST_ROUNDS
 from fedblur.core.errors import ConfigError, PrivacyError
 from fedblur.privacy.accountants import INTERPRETERS, rdp_at_order, renyi
 from fedblur.privacy.events import (
@@ -301,6 +302,13 @@ def make_plan(
     """Make the plan with this epsilon or this noise multiplier; the other follows. Exactly one is given."""
     if (epsilon is None) == (noise_multiplier is None):
         raise ConfigError(f"epsilon={epsilon} and noise_multiplier={noise_multiplier}: give exactly one of them")
+    if rounds > MOST_ROUNDS:
+        raise ConfigError(f"rounds={rounds} must be at most {MOST_ROUNDS:,}")
+    if noise_multiplier is not None and noise_multiplier and not SMALLEST_SIGMA <= noise_multiplier <= LARGEST_SIGMA:
+        raise ConfigError(
+            f"noise_multiplier={noise_multiplier:g} must be from {SMALLEST_SIGMA:.3g} to {LARGEST_SIGMA:.3g}, or 0: "
+            "less protects nobody, and more leaves nothing to learn from"
+        )
     fixed = parse_delta(delta, sampler.clients)
     shown = mechanism.shows_cohort
     sampler = sampler.seen() if shown else sampler

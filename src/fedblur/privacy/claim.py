@@ -86,6 +86,11 @@ class Claim:
     selection: Selection | None = None
     population: PopulationTotal | None = None  # of private data, or where one was named
 
+    def __post_init__(self) -> None:
+        told = (self.queries, self.vote_noise_std, self.checks, self.check_noise_std)
+        if self.votes and None in told:
+            raise ValueError("a claim without clip_norm is about votes, and says how many and how noisy they are")
+
     @property
     def votes(self) -> bool:
         """Whether labels were released, not sums of updates."""

@@ -29,6 +29,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -149,10 +150,13 @@ def _json(value: Mapping[str, Any]) -> str:
 @contextlib.contextmanager
 def _opened(path: Path, flags: int) -> Iterator[int]:
     try:
-        file = os.open(path, flags | getattr(os, "O_BINARY", 0), 0o644)  # bytes as they are, on Windows too
+        # bytes as they are, on Windows too; a pipe must not block
+        file = os.open(path, flags | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0), 0o644)
     except OSError as error:
         raise RunError(f"the ledger {path} cannot be opened: {error.strerror}") from None
     try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise RunError(f"the ledger {path} is not a regular file; restore it from a copy")
         yield file
     except OSError as error:
         reason = error.strerror or error
@@ -538,6 +542,8 @@ def demand_anchor(path: Path, anchor: Any, holder: str) -> None:
     """Refuse a ledger that does not continue the one that `holder` remembers."""
     if not isinstance(anchor, dict) or {"lines", "head"} - anchor.keys():
         raise RunError(f"{holder} names no ledger; it was made by an earlier version: start a new run")
+    if type(anchor["lines"]) is not int or anchor["lines"] < 1 or not isinstance(anchor["head"], str):
+        raise RunError(f"{holder} does not name its ledger as fedblur does; restore it from a copy")
     links = Chain(path).read() if path.exists() else []
     if len(links) < anchor["lines"] or links[anchor["lines"] - 1].hash != anchor["head"]:
         raise ChainError(

@@ -134,8 +134,16 @@ def _ends(lines: Sequence[Line]) -> Figure | None:
 def run_figures(record: Record, key: str) -> list[Figure]:
     """Draw what one run measured inside its rounds; all of it is local only."""
     drawers = {"norms": _norms, "clipped": _clipped, "signal": _signal, "classes": _classes, "clients": _clients}
-    drawn = [draw(record, f"{key}-{name}") for name, draw in drawers.items()]
+    drawn = [_unless_damaged(draw, record, f"{key}-{name}") for name, draw in drawers.items()]
     return [figure for figure in drawn if figure is not None]
+
+
+def _unless_damaged(draw: Callable[[Record, str], Figure | None], record: Record, key: str) -> Figure | None:
+    """Draw, or leave the figure out: rows hold diagnostics that nothing protects, and damage leaves any value there."""
+    try:
+        return draw(record, key)
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError):
+        return None
 
 
 def _norms(record: Record, key: str) -> Figure | None:

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
@@ -27,7 +28,7 @@ class RunProgress:
         self.label = label
         self.accuracy = self.epsilon = self.clipped = math.nan
         self.progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=7)),
             BarColumn(bar_width=None, table_column=Column(ratio=1, max_width=24)),
             TextColumn("acc {task.fields[accuracy]} ε {task.fields[epsilon]} clipped {task.fields[clipped]}"),
@@ -80,7 +81,7 @@ class RunProgress:
 def bar(label: str, total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
     """Show a plain bar; call what it yields with how much is done."""
     with Progress(console=Console(stderr=True), disable=quiet) as progress:
-        task = progress.add_task(label, total=total)
+        task = progress.add_task(escape(label), total=total)
         yield lambda done: progress.update(task, completed=done)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedblur.core.callbacks import Row
-from fedblur.core.config import canonical
+from fedblur.core.config import canonical, demand_form
 from fedblur.core.errors import RunError
 from fedblur.experiments.result_store import read_results
 from fedblur.privacy.claim import from_json
@@ -107,6 +107,7 @@ def read_run(path: Path) -> Record:
     """Read a run folder."""
     folder = RunFolder(path)
     config = folder.resolved()
+    demand_form(config, folder.config)
     rows, summary = folder.read_rounds(), folder.read_summary()
     return Record(path.resolve().name, method_words(config), {}, config, rows, summary, path)
 
@@ -121,6 +122,7 @@ def _of_table(path: Path) -> list[Record]:
         axes = {name: result["axes"][name] for name in result.get("axis_order") or result["axes"] if name != "seed"}
         summary = from_json(RunSummary, result, f"{path}/results/{key}.json")
         base = records.get(key) or Record(key, "", {}, result["config"], _rows_of(result), summary)
+        base = replace(base, config=result["config"], summary=summary)  # what was kept, should its cell have changed
         about = replace(base, name=result["cell"], label=result["label"], axes=axes)
         records[key] = replace(about, table=result.get("title", ""), position=result.get("position"))
         known[_settings(base.config)] = records[key]

@@ -16,9 +16,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fedblur.core.config import canonical, config_hash, from_dict
+from fedblur.core.config import canonical, config_hash, demand_form, from_dict
 from fedblur.core.errors import RunError
-from fedblur.core.files import read_json, write_atomically
+from fedblur.core.files import demand_digest, read_json, write_atomically
 from fedblur.core.registry import build
 from fedblur.privacy.accounting import ACCOUNTANTS, zcdp
 from fedblur.privacy.claim import Claim, Selection, to_json
@@ -205,7 +205,7 @@ class Statement:
 
     def audits(self) -> list[tuple[str, int]]:
         """Return what audits of this configuration found, and with how many canaries."""
-        found = [read_json(path) for path in sorted((self.run / "audit").glob("*.json"))]
+        found = [_read_audit(path) for path in sorted((self.run / "audit").glob("*.json"))]
         kept = [audit for audit in found if "attacks" in audit and not audit.get("noise_removed")]
         return [
             (", ".join(f"{name} ε = {attack['epsilon']:.2f}" for name, attack in audit["attacks"].items()),
@@ -214,10 +214,17 @@ class Statement:
         ]  # fmt: skip
 
 
+def _read_audit(path: Path) -> dict[str, Any]:
+    audit = read_json(path, "delete it, and run the audit again")
+    demand_digest(audit, path, "delete it, and run the audit again")
+    return audit
+
+
 def read_statement(run: Path, also: Sequence[Path] = (), tuning: str = "") -> Statement:
     """Read everything about a finished run."""
     folder = RunFolder(run)
     config, summary = folder.resolved(), folder.read_summary()
+    demand_form(config, folder.config)
     if summary is None:
         raise RunError(f"{run} has no summary.json: the run never ended; go on with: fedblur resume {run}")
     return Statement(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fedblur.experiments.forecast import Forecast
@@ -25,8 +26,8 @@ def render(title: str, lines: Sequence[Line]) -> Table:
     for line in lines:
         expected = "" if line.expected is None else f"{line.expected:.2f}"
         table.add_row(
-            line.label,
-            *(str(line.axes.get(name, "–")) for name in axes),
+            escape(line.label),
+            *(escape(str(line.axes.get(name, "–"))) for name in axes),
             f"{line.accuracy:.2f} ± {line.spread:.2f}" if line.seeds > 1 else f"{line.accuracy:.2f}",
             *([expected] if with_expected else []),
             str(line.seeds),
@@ -44,8 +45,8 @@ def render_forecast(forecast: Forecast) -> Table:
     table = _table(forecast.title, [cell.name for cell in forecast.cells], [*axes, *columns])
     for cell in forecast.cells:
         table.add_row(
-            cell.name,
-            *(str(cell.axes.get(name, "–")) for name in axes),
+            escape(cell.name),
+            *(escape(str(cell.axes.get(name, "–"))) for name in axes),
             "–" if cell.seed is None else str(cell.seed),
             str(cell.priority),
             str(cell.rounds),
@@ -69,8 +70,8 @@ def print_whole(table: Table, console: Console) -> None:
 
 def _table(title: str, labels: Sequence[str], names: Sequence[str]) -> Table:
     """Return a table without rows. Labels fold where a terminal is narrow, so that no figure is left out."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("", overflow="fold", min_width=min(_NARROWEST, max(map(len, labels), default=0)))
-    for name in names:
-        table.add_column(name.replace(".", ".\n"), justify="right", no_wrap=True)  # dotted names are long: two lines
+    for name in names:  # dotted names are long: two lines
+        table.add_column(escape(name).replace(".", ".\n"), justify="right", no_wrap=True)
     return table

@@ -7,6 +7,7 @@ from decimal import ROUND_CEILING, Context, Decimal
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fedblur.privacy.claim import PopulationTotal
@@ -66,7 +67,7 @@ def print_summary(run: Path, summary: RunSummary, console: Console) -> None:
         "trust": privacy.trust_model,
         "clipped": "–" if clipped is None else f"{100 * clipped:.0f} % of updates (local only, not released)",
     }
-    if quartiles is not None:
+    if isinstance(quartiles, list) and len(quartiles) == 3 and None not in quartiles:
         low, median, high = (f"{100 * value:.1f}" for value in quartiles)
         lines["teachers"] = f"median accuracy {median} %, quartiles {low} to {high} % (local only, not released)"
     lines |= {
@@ -82,7 +83,7 @@ def print_summary(run: Path, summary: RunSummary, console: Console) -> None:
     if privacy.warning:
         lines["WARNING"] = privacy.warning
     for name, value in lines.items():
-        table.add_row(f"[bold]{name}[/bold]", value)
+        table.add_row(f"[bold]{name}[/bold]", escape(value))
     console.print(table)
     if privacy.population is not None:
         console.print(words_of_population(privacy.population), highlight=False, markup=False, soft_wrap=True)

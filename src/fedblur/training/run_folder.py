@@ -36,8 +36,10 @@ from fedblur.core.errors import ConfigError, RunError
 from fedblur.core.files import (
     append,
     clear_temporaries,
+    drop_empty,
     locked,
     make_folder,
+    missing_folders,
     read_bytes,
     read_json,
     read_json_if_there,
@@ -90,6 +92,12 @@ class RunSummary:
     versions: dict[str, str]
     sent_coordinates: int | None = None  # k, of a round's release
     machine: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in self.local_only.items():
+            numbers = value if isinstance(value, list) else [value]
+            if not all(number is None or isinstance(number, int | float) for number in numbers):
+                raise ValueError(f"local_only.{name} must be a number or a list of numbers")
 
     @property
     def complete(self) -> bool:
@@ -152,7 +160,7 @@ class RunFolder:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Lock the folder: until the end of the block nobody else writes here."""
-        new = not self.path.exists()
+        new = missing_folders(self.path)
         try:
             make_folder(self.path)
         except RunError as error:
@@ -169,8 +177,7 @@ class RunFolder:
             finally:
                 with contextlib.suppress(OSError):  # some systems keep a file that is open
                     os.unlink(self.lock)
-                    if new:
-                        os.rmdir(self.path)  # if nothing came of it
+                drop_empty(new)  # if nothing came of it
 
     def in_use(self) -> bool:
         """Return whether another process writes here now."""

@@ -72,7 +72,7 @@ class Voting:
         self._demand(self.checks is None or self.threshold > 0, "checks", "needs a threshold above 0")
         enough = self.checks is None or self.checks >= (self.queries or 1)
         self._demand(enough, "checks", f"must be at least queries={self.queries}")
-        self._demand(0 < self.check_noise < math.inf, "check_noise", "must be above 0")
+        self._demand(1e-3 <= self.check_noise <= 1e6, "check_noise", "must be from 0.001 to 1e6")
         for name in ("student_steps", "student_batch_size"):
             self._demand(getattr(self, name) >= 1, name, "must be at least 1")
         self._demand(0 < self.student_learning_rate < math.inf, "student_learning_rate", "must be above 0")

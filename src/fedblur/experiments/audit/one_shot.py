@@ -25,7 +25,7 @@ from torch import nn
 
 from fedblur.core.config import Config, config_hash
 from fedblur.core.errors import ConfigError
-from fedblur.core.files import make_folder, remove
+from fedblur.core.files import drop_empty, make_folder, missing_folders, remove
 from fedblur.data.population import Federation
 from fedblur.engines import Simulated, suitable_threads
 from fedblur.engines.distributed import demand_one_process
@@ -49,6 +49,7 @@ Tick = Callable[[int], None]
 # Canaries, and held-out directions. The interval counts on many: with 20 of each, 24 of 400 audits of a private run lay
 # above its claim, a bug where there was none; with 100 it was 2 of 550 (benchmarks/audit_alarms.py, 18 November 2026).
 _FEWEST = 100
+_MOST = 10**6
 # The attacks read what each round released. The checks read clients' messages, cohorts and the sum before the noise.
 _INSIDE = "this check reads what no ε covers, and the population has a budget"
 
@@ -124,13 +125,20 @@ def audit(
     for name, value in (("canaries", canaries), ("held_out", held_out)):
         if value < _FEWEST:
             raise ConfigError(f"{name}={value} must be at least {_FEWEST}: fewer say nothing about epsilon")
+        if value > _MOST:
+            raise ConfigError(f"{name}={value} must be at most {_MOST:,}: each is a direction that is attacked")
     demand_private_updates(config)
     began = time.perf_counter()
+    made = missing_folders(folder)
     make_folder(folder)
     # A new ledger for each attempt: what an earlier one spent stays on record.
     names = ("ledger.jsonl", *(f"ledger-{i}.jsonl" for i in range(2, 10_000)))
     ledger = next(path for name in names if not (path := folder / name).exists())
-    setup = prepare(config, ledger, machine or Machine(), federation, module, canaries=canaries)
+    try:
+        setup = prepare(config, ledger, machine or Machine(), federation, module, canaries=canaries)
+    except BaseException:
+        drop_empty(made)  # nothing was released
+        raise
     directions = Directions(
         setup.rng.child("canaries").seed(), canaries + held_out, setup.protocol.layout.total, setup.initial.device
     )

@@ -1,0 +1,109 @@
+"""The three parts of the sweeps, and their counts as a table."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.sweeps.crashes import Crashes
+from tests.sweeps.damage import Damage
+from tests.sweeps.inputs import Inputs, inputs
+
+Judge = Callable[[Any], tuple[str, str] | None]
+KINDS = ("wedged", "underpaid", "traceback", "silently wrong", "unclear", "leaves files")
+WORDS = {"crashes": "Crash points", "damage": "Damaged files", "inputs": "Odd inputs"}
+_HEADER = "| | cases | wedged | underpaid | tracebacks | silently wrong | unclear, or files left |"
+MARKS = "<!-- counts of python -m tests.sweeps -->", "<!-- end of the counts -->"
+
+
+def _crashes(scratch: Path) -> tuple[list[Any], Judge]:
+    crashes = Crashes(scratch)
+    return crashes.points(), crashes.judge
+
+
+def _damage(scratch: Path) -> tuple[list[Any], Judge]:
+    damage = Damage(scratch)
+    return damage.cases(), damage.judge
+
+
+def _inputs(scratch: Path) -> tuple[list[Any], Judge]:
+    return inputs(), Inputs(scratch).judge
+
+
+PARTS: dict[str, Callable[[Path], tuple[list[Any], Judge]]] = {
+    "crashes": _crashes,
+    "damage": _damage,
+    "inputs": _inputs,
+}
+
+
+def chosen(cases: Sequence[Any], count: int | None, seed: int = 0) -> list[Any]:
+    """Choose so many cases, in their order, about as many of each group; all by default."""
+    if count is None or count >= len(cases):
+        return list(cases)
+    groups: dict[str, list[int]] = {}
+    for index, case in enumerate(cases):
+        groups.setdefault(case.group, []).append(index)
+    lots, taken = random.Random(seed), list[int]()
+    for left, group in zip(range(len(groups), 0, -1), sorted(groups.values(), key=len), strict=True):
+        share = -(-(count - len(taken)) // left)
+        taken += lots.sample(group, min(share, len(group)))
+    return [cases[index] for index in sorted(taken)[:count]]
+
+
+@dataclass
+class Tally:
+    """How many cases of a part were judged, and what was found, by group."""
+
+    part: str
+    cases: Counter[str] = field(default_factory=Counter)
+    findings: Counter[tuple[str, str]] = field(default_factory=Counter)  # (group, kind)
+    first: dict[str, str] = field(default_factory=dict)  # kind: the first case
+
+    def add(self, case: Any, finding: tuple[str, str] | None) -> bool:
+        """Count a case; return whether it is the first of its kind in its group. One that was not reached is none."""
+        if finding is not None and finding[0] == "not reached":
+            return False
+        self.cases[case.group] += 1
+        if finding is None:
+            return False
+        self.findings[case.group, finding[0]] += 1
+        self.first.setdefault(finding[0], case.name)
+        return self.findings[case.group, finding[0]] == 1
+
+    def line(self) -> str:
+        """Return the counts in a line."""
+        found = Counter(kind for (_, kind), count in self.findings.items() for _ in range(count))
+        words = ", ".join(f"{found[kind]} {kind}" for kind in KINDS[: None if self.part == "inputs" else 4])
+        first = "".join(f"; first {kind}: {name}" for kind, name in self.first.items())
+        return f"{WORDS[self.part]}: {sum(self.cases.values()):,}; {words}{first}"
+
+
+def renewed(page: str, tallies: Sequence[Tally], date: str) -> str:
+    """Return the page with a new table between its marks."""
+    before, rest = page.split(MARKS[0])
+    table, after = rest.split(MARKS[1])
+    lines = [_HEADER, "|---|" + "--:|" * 6]
+    swept = {WORDS[tally.part].lower() for tally in tallies}
+    kept = [line for line in table.splitlines() if line.startswith("| ") and "|--" not in line and line != _HEADER]
+    lines += [line for line in kept if not any(line.lower().strip("| *").startswith(name) for name in swept)]
+    for tally in tallies:
+        for group in [*sorted(tally.cases), ""]:
+            groups = [group] if group else list(tally.cases)
+            count = sum(tally.cases[each] for each in groups)
+            found = [sum(tally.findings[each, kind] for each in groups) for kind in KINDS]
+            name = f"{WORDS[tally.part].lower()}: {group}" if group else f"**{WORDS[tally.part]}, together**"
+            figures = " | ".join(f"{number:,}" for number in (count, *found[:4], sum(found[4:])))
+            lines.append(f"| {name} | {figures} |")
+    return f"{before}{MARKS[0]}\n\nOn {date}:\n\n" + "\n".join(lines) + f"\n\n{MARKS[1]}{after}"
+
+
+def counted(page: str) -> dict[str, int]:
+    """Read back how many cases a page reports, by part."""
+    found = re.findall(r"\*\*(.+?), together\*\* \| ([\d,]+)", page)
+    return {name: int(number.replace(",", "")) for name, number in found}
