@@ -23,7 +23,7 @@ GUARDED = {
     ("ledger.py", "fcntl"): "try: import; Windows does without the lock, and a broken chain is refused",
     ("files.py", "fcntl"): "try: import; without it a folder is for one command at a time, as the user keeps to it",
     ("populations.py", "fcntl"): "try: import; without it one command at a time on a population (docs/populations.md)",
-    ("gateway.py", "resource"): "in its function, which suppresses ImportError: elsewhere the limit stays what it is",
+    ("gateway.py", "resource"): "sys.platform; elsewhere the limit of open files stays what it is",
     ("cache_files.py", "geteuid"): "os.name; elsewhere owner and mode are not compared",
     ("cpu.py", "CDLL"): "sys.platform",
     ("native.py", "CDLL"): "sys.platform and platform.machine; elsewhere torch's own layers",

@@ -240,6 +240,9 @@ def test_other_ranks__cannot_touch_the_ledger() -> None:
         ledger.spends,
         ledger.epsilon,
         ledger.anchor,
+        ledger.settle,
+        ledger.population,
+        lambda: ledger.count_torn(event),
     ]
     for ask in asked:
         with pytest.raises(PrivacyError, match="only rank 0 keeps the ledger"):

@@ -402,6 +402,9 @@ class ForeignLedger:
     def spend(self, round_: int, event: events.Event, replay: bool) -> None:
         raise _not_ours()
 
+    def count_torn(self, event: events.Event) -> None:
+        raise _not_ours()
+
     def spends(self) -> list[tuple[int, events.Event]]:
         raise _not_ours()
 
