@@ -15,7 +15,8 @@ from fedblur.core.errors import PrivacyError
 from fedblur.privacy import accounting
 from fedblur.privacy import ledger as ledgers
 from fedblur.privacy.events import Gaussian, PoissonSampled
-from fedblur.privacy.ledger import Budget, Chain, Ledger, open_ledger, read_randomness
+from fedblur.privacy.ledger import Budget, Chain, Ledger, read_randomness
+from fedblur.privacy.ledger_file import open_ledger
 from fedblur.report.statement import read_statement
 from fedblur.training.loop import train
 from fedblur.training.resume import resume

@@ -226,7 +226,7 @@ def test_tour__a_quoted_line_that_is_gone_is_an_error() -> None:
 def test_tour__a_symbol_leads_to_its_definition() -> None:
     path = "src/fedblur/privacy/ledger.py"
     lines = (ROOT / path).read_text().splitlines()
-    for symbol, begins in (("Ledger", "class Ledger"), ("Ledger.spend", "def spend("), ("open_ledger", "def open_led")):
+    for symbol, begins in (("Ledger", "class Ledger"), ("Ledger.spend", "def spend("), ("read_budget", "def read_bud")):
         target = resolve(f"../{path}", "docs/tour.md", f"`{symbol}`")
         assert target is not None
         assert target.line is not None

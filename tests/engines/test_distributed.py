@@ -17,9 +17,10 @@ from torch.nn.utils import parameters_to_vector
 import fedblur
 from fedblur.core.errors import ConfigError, PrivacyError
 from fedblur.engines.cohort_sum import Task
-from fedblur.engines.distributed import Ranks, demand_one_process, launched, own_device, rank, together
+from fedblur.engines.distributed import ForeignLedger, Ranks, demand_one_process, launched, own_device, rank, together
 from fedblur.privacy.events import Gaussian as GaussianEvent
-from fedblur.privacy.ledger import ForeignLedger, Ledger, Payment, open_ledger, read_spends
+from fedblur.privacy.ledger import Ledger, Payment, read_spends
+from fedblur.privacy.ledger_file import open_ledger
 from fedblur.privacy.mechanisms.base import Release
 from fedblur.privacy.mechanisms.gaussian import Gaussian
 from tests.engines.ranks import CASES, case

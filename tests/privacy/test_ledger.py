@@ -12,7 +12,8 @@ import pytest
 from fedblur.core.errors import PrivacyError, RunError
 from fedblur.privacy import accounting
 from fedblur.privacy.events import Gaussian, PoissonSampled
-from fedblur.privacy.ledger import Budget, Chain, ChainError, Ledger, Payment, demand_anchor, open_ledger
+from fedblur.privacy.ledger import Budget, Chain, ChainError, Ledger, Payment
+from fedblur.privacy.ledger_file import demand_anchor, open_ledger
 
 EVENT = PoissonSampled(0.1, Gaussian(1.0))
 BUDGET = Budget(accounting.epsilon(EVENT, 3, 1e-3, "pld"), 1e-3, "pld", 3)

@@ -8,7 +8,8 @@ import pytest
 
 from fedblur.core.errors import FedBlurError
 from fedblur.privacy.events import Gaussian, PoissonSampled
-from fedblur.privacy.ledger import Budget, Chain, Ledger, open_ledger
+from fedblur.privacy.ledger import Budget, Chain, Ledger
+from fedblur.privacy.ledger_file import open_ledger
 from fedblur.privacy.signature import FILE, check_seal, check_signature, make_key, seal, sign
 
 EVENT = PoissonSampled(0.1, Gaussian(2.0))

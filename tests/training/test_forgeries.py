@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 
 import fedblur
 from fedblur.core.config import config_digest, config_hash, from_dict
-from fedblur.privacy.ledger import Chain, open_ledger
+from fedblur.privacy.ledger import Chain
+from fedblur.privacy.ledger_file import open_ledger
 from fedblur.privacy.signature import FILE, check_seal, check_signature, make_key, seal, sign
 from fedblur.training.run_folder import RunFolder
 from fedblur.training.verify_ledger import verify

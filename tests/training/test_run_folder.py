@@ -11,7 +11,8 @@ from fedblur.core import files
 from fedblur.core.errors import PrivacyError, RunError
 from fedblur.experiments.private_search import make_search
 from fedblur.experiments.search_runner import load_data, run_search
-from fedblur.privacy.ledger import Ledger, open_ledger, read_spends
+from fedblur.privacy.ledger import Ledger, read_spends
+from fedblur.privacy.ledger_file import open_ledger
 from fedblur.privacy.private_selection import TrialCount
 from fedblur.training.checkpoint import load_newest, save_checkpoint
 from fedblur.training.machine import Machine

@@ -17,7 +17,8 @@ from fedblur.cli.app import app
 from fedblur.core.errors import PrivacyError, RunError, TimeIsUp
 from fedblur.experiments.table import read_spec, run_table
 from fedblur.privacy.claim import NOISELESS, SEEDED
-from fedblur.privacy.ledger import Ledger, open_ledger, read_spends
+from fedblur.privacy.ledger import Ledger, read_spends
+from fedblur.privacy.ledger_file import open_ledger
 from fedblur.training.machine import Machine
 from fedblur.voting import protocol
 from tests.training.test_loop import own_world

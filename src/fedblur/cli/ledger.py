@@ -20,7 +20,7 @@ from fedblur.core.errors import ConfigError, RunError
 from fedblur.core.files import read_bytes, write_atomically
 from fedblur.privacy import events
 from fedblur.privacy.accounting import ACCOUNTANTS
-from fedblur.privacy.ledger import open_ledger
+from fedblur.privacy.ledger_file import open_ledger
 from fedblur.privacy.signature import check_seal, check_signature, make_key, seal, sign
 from fedblur.report.text import in_short
 from fedblur.training.verify_ledger import Books, compose, ledger_path, read_books, unprotected, verify

@@ -34,6 +34,8 @@ from fedblur.data.population import Population
 from fedblur.engines.cohort_sum import CohortSum, Diagnostics, Source, Task, Wanted
 from fedblur.engines.simulate import choose, simulate, simulate_part
 from fedblur.learning.client import ClientJob
+from fedblur.privacy import events
+from fedblur.privacy.claim import PopulationTotal
 from fedblur.privacy.clipping import Message
 from fedblur.privacy.mechanisms import Mechanism
 from fedblur.privacy.mechanisms.base import Release
@@ -303,3 +305,35 @@ def _stopped_by_torchrun(ranks: Ranks) -> Iterator[None]:
         if not ranks.stopping:  # else more signals may come, and must not cut off the error's message
             for number, handler in before:
                 signal.signal(number, handler)
+
+
+class ForeignLedger:
+    """The ledger of a process that releases nothing. Rank 0 keeps it; to use it here is an error."""
+
+    def demand_room(self, round_: int, event: events.Event, replay: bool) -> None:
+        raise _not_ours()
+
+    def spend(self, round_: int, event: events.Event, replay: bool) -> None:
+        raise _not_ours()
+
+    def count_torn(self, event: events.Event) -> None:
+        raise _not_ours()
+
+    def spends(self) -> list[tuple[int, events.Event]]:
+        raise _not_ours()
+
+    def epsilon(self) -> float:
+        raise _not_ours()
+
+    def anchor(self) -> dict[str, Any]:
+        raise _not_ours()
+
+    def settle(self) -> None:
+        raise _not_ours()
+
+    def population(self) -> PopulationTotal | None:
+        raise _not_ours()
+
+
+def _not_ours() -> PrivacyError:
+    return PrivacyError("only rank 0 keeps the ledger and releases anything")

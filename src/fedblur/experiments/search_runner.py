@@ -38,16 +38,8 @@ from fedblur.experiments.recipe import configure
 from fedblur.learning.evaluation import accuracy_by_client
 from fedblur.learning.module_function import Layout, as_function, initial_vector
 from fedblur.privacy.claim import Claim, to_json
-from fedblur.privacy.ledger import (
-    Budget,
-    Chain,
-    Ledger,
-    close_ledger,
-    cut_release,
-    randomness_of,
-    read_closing,
-    read_spends,
-)
+from fedblur.privacy.ledger import Budget, Chain, Ledger, cut_release, randomness_of, read_spends
+from fedblur.privacy.ledger_file import close_ledger, read_closing
 from fedblur.privacy.mechanisms import rounded_gaussian
 from fedblur.privacy.population_account import account_of
 from fedblur.privacy.private_selection import WORDS

@@ -168,7 +168,7 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 Randomness = Literal["operating system", "seed"]  # where noise and cohorts come from
 _SOURCES: dict[Randomness, str] = {"operating system": "the operating system", "seed": "a seed"}
 _CLOSING = re.compile(rb'\{"body": \{"at": "[^"]*", "k')  # "kind" comes second there; a release has "event" before it
-_CUT_SHORT = "a line that a crash cut short, counted as a release"
+CUT_SHORT = "a line that a crash cut short, counted as a release"
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class Subject:
 
 
 class Spending(Protocol):
-    """The interface of a run's ledger: `Ledger` on the process that releases, `ForeignLedger` on all others."""
+    """The interface of a run's ledger: `Ledger` where releases are made, `ForeignLedger` on ranks above 0."""
 
     def demand_room(self, round_: int, event: events.Event, replay: bool) -> None:
         """Refuse to start a round that would pass the budget."""
@@ -294,7 +294,7 @@ class Ledger:
             self._count_torn(chain, event)
             if not (replay and (round_, text) in self._done):
                 self._demand_room(round_, event)  # again: another process may have spent since the round began
-                self._append(chain, _spend(round_, event))
+                self._append(chain, spend_line(round_, event))
 
     def demand_room(self, round_: int, event: events.Event, replay: bool) -> None:
         """Refuse to start a round that would pass the budget."""
@@ -322,7 +322,7 @@ class Ledger:
 
     def _cut_short(self, chain: Chain, event: events.Event) -> None:
         last = max((number for number, _ in self._spends), default=0)
-        self._append(chain, _spend(last + 1, event) | {"note": _CUT_SHORT})
+        self._append(chain, spend_line(last + 1, event) | {"note": CUT_SHORT})
 
     def _append(self, chain: Chain, body: Mapping[str, Any]) -> None:
         """Write a release, after the population's account: a kill leaves that one ahead, never behind."""
@@ -367,7 +367,7 @@ class Ledger:
         Closing lines at the end are left out: they hold a digest of the summary, which holds this.
         """
         links = self._chain.read()
-        while links and _kind(links[-1]) == "close":
+        while links and kind_of(links[-1]) == "close":
             links = links[:-1]
         return {"lines": len(links), "head": links[-1].hash}
 
@@ -384,45 +384,13 @@ class Ledger:
 
     def _catch_up(self) -> None:
         for link in self._chain.links[max(self._known, 1) :]:
-            if _kind(link) == "spend":
+            if kind_of(link) == "spend":
                 round_, text = link.body.get("round"), json.dumps(link.body.get("event"), sort_keys=True)
                 if text not in self._kinds or not isinstance(round_, int):  # events are parsed once for each kind
                     ((round_, self._kinds[text]),) = read_spends([link])
                 self._spends.append((round_, self._kinds[text]))
                 self._done.add((round_, text))
         self._known = len(self._chain.links)
-
-
-class ForeignLedger:
-    """The ledger of a process that releases nothing. Rank 0 keeps it; to use it here is an error."""
-
-    def demand_room(self, round_: int, event: events.Event, replay: bool) -> None:
-        raise _not_ours()
-
-    def spend(self, round_: int, event: events.Event, replay: bool) -> None:
-        raise _not_ours()
-
-    def count_torn(self, event: events.Event) -> None:
-        raise _not_ours()
-
-    def spends(self) -> list[tuple[int, events.Event]]:
-        raise _not_ours()
-
-    def epsilon(self) -> float:
-        raise _not_ours()
-
-    def anchor(self) -> dict[str, Any]:
-        raise _not_ours()
-
-    def settle(self) -> None:
-        raise _not_ours()
-
-    def population(self) -> PopulationTotal | None:
-        raise _not_ours()
-
-
-def _not_ours() -> PrivacyError:
-    return PrivacyError("only rank 0 keeps the ledger and releases anything")
 
 
 @dataclass
@@ -465,49 +433,23 @@ def randomness_of(seed: int | None) -> Randomness:
     return "operating system" if seed is None else "seed"
 
 
-def read_subject(chain: Chain) -> Subject | None:
-    """Read what a ledger says of its run; None for a search's, and for one of version 0.2, which says nothing."""
-    stored = chain.links[0].body.get("subject") if chain.links else None
-    if stored is None:
-        return None
-    try:
-        return Subject(
-            str(stored["config"]), str(stored["unit"]), int(stored["clients"]), float(stored["noise_multiplier"]),
-            dict(stored["event"]),
-        )  # fmt: skip
-    except (KeyError, TypeError, ValueError):
-        raise ChainError(f"{chain.path} does not say what it is about; it is not a ledger of this version") from None
-
-
 def read_spends(links: list[Link]) -> list[tuple[int, events.Event]]:
     """Read (round, event) of every release, in order; an unknown event or line is refused."""
     try:
         return [
-            (int(link.body["round"]), events.from_json(link.body["event"])) for link in links if _kind(link) == "spend"
+            (int(link.body["round"]), events.from_json(link.body["event"]))
+            for link in links
+            if kind_of(link) == "spend"
         ]
     except (KeyError, TypeError, ValueError, RecursionError):
         raise ChainError("a line of the ledger is no release; it was not written by this version") from None
 
 
-def _kind(link: Link) -> str:
+def kind_of(link: Link) -> str:
     kind = link.body.get("kind")
     if kind not in ("budget", "spend", "close"):
         raise ChainError(f"the ledger holds a line of an unknown kind ({kind!r}); it was not written by this version")
     return str(kind)
-
-
-def close_ledger(path: Path, released: Mapping[str, str]) -> None:
-    """Write down the digests of what was released, unless the last line says the same. A torn line counts first."""
-    ledger = Chain(path)
-    with ledger.writing() as chain:
-        if not chain.links:
-            raise ChainError(f"{path} does not begin with a budget; restore it from a copy")
-        if cut_release(chain) and (spent := read_spends(chain.links)):
-            round_, event = spent[-1]
-            chain.append(_spend(round_ + 1, event) | {"note": _CUT_SHORT})
-        last = chain.links[-1].body
-        if chain.torn or last.get("kind") != "close" or last.get("released") != dict(released):
-            chain.append({"kind": "close", "released": dict(released), "at": now()})
 
 
 def cut_release(chain: Chain) -> bool:
@@ -520,41 +462,6 @@ def cut_release(chain: Chain) -> bool:
     return len(read_spends(chain.links)) < read_budget(chain)[0].rounds
 
 
-def read_closing(chain: Chain) -> dict[str, str] | None:
-    """Read what the closing line holds; None for a ledger that is not closed, or was opened again by a release."""
-    last = chain.links[-1] if chain.links else None
-    if last is None or _kind(last) != "close":
-        return None
-    released = last.body.get("released")
-    if not isinstance(released, dict) or not all(isinstance(value, str) for value in released.values()):
-        raise ChainError(f"{chain.path} ends with a closing line that fedblur did not write; restore it from a copy")
-    return released
-
-
-def open_ledger(path: Path) -> Chain:
-    """Open a ledger to read it: whole, or an error that names the first bad line."""
-    chain = Chain(path)
-    if chain.read() and not chain.torn:
-        read_budget(chain)
-        return chain
-    what = "ends in the middle of a line; if its run crashed, fedblur resume repairs it" if chain.torn else "is empty"
-    raise ChainError(f"{path} {what}")
-
-
-def demand_anchor(path: Path, anchor: Any, holder: str) -> None:
-    """Refuse a ledger that does not continue the one that `holder` remembers."""
-    if not isinstance(anchor, dict) or {"lines", "head"} - anchor.keys():
-        raise RunError(f"{holder} names no ledger; it was made by an earlier version: start a new run")
-    if type(anchor["lines"]) is not int or anchor["lines"] < 1 or not isinstance(anchor["head"], str):
-        raise RunError(f"{holder} does not name its ledger as fedblur does; restore it from a copy")
-    links = Chain(path).read() if path.exists() else []
-    if len(links) < anchor["lines"] or links[anchor["lines"] - 1].hash != anchor["head"]:
-        raise ChainError(
-            f"{path} is not the ledger that {holder} remembers ({anchor['lines']} lines, {anchor['head'][:12]}…): "
-            "it was cut or replaced, and what was spent is unknown; restore it from a copy"
-        )
-
-
 def _first_line(budget: Budget, about: str, randomness: Randomness | None, subject: Subject | None) -> dict[str, Any]:
     """Return the budget. Its random id keeps two runs' ledgers apart, even of one configuration in one second."""
     source = {} if randomness is None else {"randomness": randomness}
@@ -563,7 +470,7 @@ def _first_line(budget: Budget, about: str, randomness: Randomness | None, subje
     return {"kind": "budget", "about": about, "id": os.urandom(8).hex(), "at": now(), **source, **facts, **limit}
 
 
-def _spend(round_: int, event: events.Event) -> dict[str, Any]:
+def spend_line(round_: int, event: events.Event) -> dict[str, Any]:
     return {"kind": "spend", "round": round_, "event": events.to_json(event), "at": now()}
 
 

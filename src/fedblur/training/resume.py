@@ -18,7 +18,7 @@ from fedblur.core.files import remove
 from fedblur.data.population import Federation
 from fedblur.engines.cohort_sum import Connect
 from fedblur.engines.distributed import demand_one_process
-from fedblur.privacy.ledger import demand_anchor
+from fedblur.privacy.ledger_file import demand_anchor
 from fedblur.training.checkpoint import load_newest
 from fedblur.training.checks import check_arguments
 from fedblur.training.loop import Run, assist, config_of, connected, dismiss, greet, run_loop

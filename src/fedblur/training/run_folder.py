@@ -50,15 +50,8 @@ from fedblur.core.files import (
 from fedblur.data.population import Federation
 from fedblur.privacy.claim import Claim, from_json, to_json, why_not_private
 from fedblur.privacy.events import PrivateSelection
-from fedblur.privacy.ledger import (
-    Chain,
-    close_ledger,
-    cut_release,
-    randomness_of,
-    read_randomness,
-    read_spends,
-    read_subject,
-)
+from fedblur.privacy.ledger import Chain, cut_release, randomness_of, read_randomness, read_spends
+from fedblur.privacy.ledger_file import close_ledger, read_subject
 from fedblur.training.checkpoint import has_checkpoint
 
 Stage = Literal["empty", "prepared", "begun", "complete", "search", "broken"]

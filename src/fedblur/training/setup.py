@@ -20,6 +20,7 @@ from fedblur.data.population import Federation, Samples
 from fedblur.data.roles import ROLES
 from fedblur.engines import Engine
 from fedblur.engines.cohort_sum import Connect, Source, Wanted
+from fedblur.engines.distributed import ForeignLedger
 from fedblur.engines.simulate import simulate
 from fedblur.engines.timing import Work
 from fedblur.learning.client import ClientJob
@@ -30,7 +31,7 @@ from fedblur.privacy import events
 from fedblur.privacy.accounting import PrivacyPlan, make_plan
 from fedblur.privacy.claim import UNIT
 from fedblur.privacy.clipping import Message
-from fedblur.privacy.ledger import Budget, ForeignLedger, Ledger, Subject, randomness_of
+from fedblur.privacy.ledger import Budget, Ledger, Subject, randomness_of
 from fedblur.privacy.mechanisms.base import mechanism_for
 from fedblur.privacy.population_account import account_of, covers
 from fedblur.training.checks import cautions, check_fit

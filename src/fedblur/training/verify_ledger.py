@@ -32,19 +32,8 @@ from fedblur.privacy import events
 from fedblur.privacy.accounting import ACCOUNTANTS, Accountant, PrivacyPlan
 from fedblur.privacy.claim import UNIT
 from fedblur.privacy.events import Event, PrivateSelection
-from fedblur.privacy.ledger import (
-    Budget,
-    Chain,
-    Subject,
-    demand_anchor,
-    open_ledger,
-    randomness_of,
-    read_budget,
-    read_closing,
-    read_randomness,
-    read_spends,
-    read_subject,
-)
+from fedblur.privacy.ledger import Budget, Chain, Subject, randomness_of, read_budget, read_randomness, read_spends
+from fedblur.privacy.ledger_file import demand_anchor, open_ledger, read_closing, read_subject
 from fedblur.privacy.totals import spent, together
 from fedblur.training.checkpoint import load_newest
 from fedblur.training.run_folder import RunFolder, RunSummary

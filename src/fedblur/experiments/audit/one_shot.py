@@ -35,7 +35,8 @@ from fedblur.experiments.audit.laws import Check, CohortLog, NoiseLog, messages_
 from fedblur.experiments.audit.listening import Attended, Overheard, demand_private_updates, first_state
 from fedblur.privacy.claim import to_json
 from fedblur.privacy.events import Gaussian as GaussianEvent
-from fedblur.privacy.ledger import Budget, Ledger, Spending, open_ledger, randomness_of, read_budget
+from fedblur.privacy.ledger import Budget, Ledger, Spending, randomness_of, read_budget
+from fedblur.privacy.ledger_file import open_ledger
 from fedblur.privacy.mechanisms.gaussian import Gaussian
 from fedblur.privacy.population_account import account_of
 from fedblur.training.machine import Machine
