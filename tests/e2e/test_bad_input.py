@@ -198,7 +198,7 @@ def test_unwritable_folder(tmp_path: Path) -> None:
     assert "choose another --out" in message
 
 
-@pytest.mark.parametrize("room", [8, 9], ids=["a checkpoint", "the ledger"])  # what no longer finds room on the disk
+@pytest.mark.parametrize("room", [10, 11], ids=["a checkpoint", "the ledger"])  # what no longer finds room on the disk
 def test_full_disk__keeps_the_last_checkpoint(room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, written = os.fsync, []
 
