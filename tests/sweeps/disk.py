@@ -72,14 +72,16 @@ class Disk:
         self._real = {name: getattr(os, name) for name in names} | {"io": io.open}
         alike = {"rename": "replace", "remove": "unlink"}
         ours = {name: getattr(self, f"_{alike.get(name, name)}") for name in names}
-        with (
-            mock.patch.multiple(os, **ours),
-            mock.patch.object(io, "open", self._io_open),
-            mock.patch.object(builtins, "open", self._io_open),
-        ):
-            yield self
-        if self.dead and self.mode in ("power", "names"):
-            self._lose()
+        try:
+            with (
+                mock.patch.multiple(os, **ours),
+                mock.patch.object(io, "open", self._io_open),
+                mock.patch.object(builtins, "open", self._io_open),
+            ):
+                yield self
+        finally:
+            if self.dead and self.mode in ("power", "names"):
+                self._lose()
 
     def _below(self, path: Any) -> str | None:
         try:
