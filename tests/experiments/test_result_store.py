@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from fedblur.cli.app import app
 from fedblur.core.errors import RunError
+from fedblur.core.files import demand_digest, with_digest
 from fedblur.experiments import table as experiments
 from fedblur.experiments.result_store import Results, pack, read_results
 from fedblur.experiments.table import TimeLimit, pending, run_cells
@@ -109,7 +110,7 @@ def test_results__survive_settings_that_the_library_learns_later(tmp_path: Path)
     _run(path, "--only", "seed=1")
     stored = next((tmp_path / "kept").iterdir())
     result = json.loads(stored.read_text())
-    del result["config"]["averaging"]  # as an older version, which did not know it, would have written
+    del result["config"]["averaging"], result["digest"]  # as an older version, which knew neither, would have written
     stored.write_text(json.dumps(result))
     assert len(pending([read_spec(path)], Results(tmp_path / "kept").found)) == 3
     result["config"]["unheard_of"] = 1
@@ -152,6 +153,9 @@ def test_pack__keeps_results_that_this_version_refuses_and_stops_at_what_is_none
     (file,) = kept.iterdir()
     result = json.loads(file.read_text())
     result["config"]["unheard_of"] = 1
+    with pytest.raises(RunError, match="its digest does not match"):
+        demand_digest(result, file)
+    result = with_digest(result)
     file.write_text(json.dumps(result))
     pack(kept)
     assert read_results(kept) == [result]

@@ -300,7 +300,8 @@ class Damage:
             return ""
         if isinstance(found, dict) and found.get("ledger_findings"):
             return ""
-        if FOLDERS[case.folder].private and words[0] in ("tune", "run"):
+        again = words[0] in ("tune", "run") or (words[0] == "audit" and case.kind == "missing")
+        if FOLDERS[case.folder].private and again:
             return ""  # a new one, with results of its own
         private = FOLDERS[case.folder].private and "stopped" in case.folder
         lies = ["; ".join(_differences(truth, found, skip=_FRESH if private else ())) for truth in truths]

@@ -73,6 +73,23 @@ def _write(path: Path, flags: int, data: bytes, private: bool, sync: bool) -> No
         os.close(handle)
 
 
+def sync_file(path: Path) -> None:
+    """Force what was appended to a file to the disk, with its name; nothing happens where there is none."""
+    try:
+        handle = os.open(path, os.O_RDWR | _BINARY)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise _cannot(path, "be written", error, RESTORE) from None
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        raise _cannot(path, "be written", error, "free space and rerun the command") from None
+    finally:
+        os.close(handle)
+    sync_folder(path.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """Sync a folder: a new file is on disk only when its name is."""
     with contextlib.suppress(OSError):  # not every file system can

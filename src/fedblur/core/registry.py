@@ -39,7 +39,7 @@ _BASES: dict[str, type] = {}  # what the parts of a kind must derive from, where
 PART_HOMES: dict[str, str] = {}
 T = TypeVar("T", bound=type)
 _MOST, _MOST_OF_A_PART = 2**63 - 1, 10**7  # whole numbers: what 64 bits hold, and what a part may count or allocate
-_LEAST, _LARGEST = 1e-38, 3.4e38  # other numbers: what 32 bits hold
+_LEAST, _LARGEST = 1e-45, 3.4e38  # other numbers: what 32 bits hold
 
 
 def register(kind: Kind, name: str) -> Callable[[T], T]:
@@ -185,7 +185,7 @@ def _check_size(value: Any, name: str, part: bool) -> None:
     if isinstance(value, int) and abs(value) > (_MOST_OF_A_PART if part and "seed" not in name else _MOST):
         raise ConfigError(f"{name}={value} is too large; give a smaller number")
     if isinstance(value, float) and math.isfinite(value) and value and not _LEAST <= abs(value) <= _LARGEST:
-        what = "is too large; give a smaller number" if abs(value) > 1 else "is too small; give 0 or a larger number"
+        what = "is too large; give a smaller number" if abs(value) > 1 else "is too small; give a larger number, or 0"
         raise ConfigError(f"{name}={value} {what}")
 
 

@@ -107,7 +107,7 @@ def _check_request(clients: int | None, share: float) -> None:
     if clients is not None and clients < 1:
         raise ConfigError(f"clients={clients} must be at least 1")
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
-        raise ConfigError(f"validation_share={share!r} must be a number in [0, 1)")
+        raise ConfigError(f"validation_share={share!r} must be in [0, 1)")
 
 
 def _federation(name: str, raw: Raw, owners: Tensor, roles: _Roles, note: str) -> Federation:

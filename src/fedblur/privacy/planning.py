@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fedblur.core.config import SMALLEST_RATE
 from fedblur.core.errors import ConfigError, PrivacyError
 from fedblur.core.registry import build, describe
 from fedblur.privacy.accounting import ACCOUNTANTS, Accountant, PrivacyPlan, epsilon, make_plan
@@ -41,6 +42,10 @@ class Setting:
             raise ConfigError("give exactly one of epsilon and noise_multiplier; the other one follows")
         if self.noise_multiplier is not None and not 0 <= self.noise_multiplier < math.inf:
             raise ConfigError(f"noise_multiplier={self.noise_multiplier} must be 0 or more and finite")
+        if 0 < self.sample_rate < SMALLEST_RATE:
+            raise ConfigError(
+                f"sample_rate={self.sample_rate:g} is below {SMALLEST_RATE:g}: nearly no round has a client; raise it"
+            )
         for name, value in (("parameters", self.parameters), ("rounds", self.rounds)):
             if value < 1:
                 raise ConfigError(f"{name}={value} must be 1 or more")

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from fedblur.core.config import SMALLEST_RATE
 from fedblur.core.errors import ConfigError
 from fedblur.core.lazy import torch
 from fedblur.core.registry import register
@@ -208,5 +207,3 @@ def _check(clients: int, rate: float) -> None:
         raise ConfigError(f"clients={clients} must be 1 or more")
     if not 0 < rate <= 1:
         raise ConfigError(f"sample_rate={rate:g} must be in (0, 1]")
-    if rate < SMALLEST_RATE:
-        raise ConfigError(f"sample_rate={rate:g} is below {SMALLEST_RATE:g}: nearly no round would have a client")

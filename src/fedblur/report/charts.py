@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -38,8 +39,10 @@ def group_figures(groups: Sequence[Group], lines: Sequence[Line]) -> list[Figure
     """Compare groups: accuracy by round, by ε spent and at the end. One group alone is drawn too."""
     shown = list(groups[:STYLES])
     figures = [
-        _accuracy(shown, "by-round", "Accuracy by round", "round", lambda row: row["round"]),
-        _accuracy(shown, "by-epsilon", "Accuracy by ε spent", "ε spent", lambda row: row.get("epsilon")),
+        _unless_damaged(lambda: _accuracy(shown, "by-round", "Accuracy by round", "round", lambda row: row["round"])),
+        _unless_damaged(
+            lambda: _accuracy(shown, "by-epsilon", "Accuracy by ε spent", "ε spent", lambda row: row.get("epsilon"))
+        ),
         _ends(lines[:STYLES]) if len(groups) > 1 else None,
     ]
     return [figure for figure in figures if figure is not None]
@@ -134,14 +137,14 @@ def _ends(lines: Sequence[Line]) -> Figure | None:
 def run_figures(record: Record, key: str) -> list[Figure]:
     """Draw what one run measured inside its rounds; all of it is local only."""
     drawers = {"norms": _norms, "clipped": _clipped, "signal": _signal, "classes": _classes, "clients": _clients}
-    drawn = [_unless_damaged(draw, record, f"{key}-{name}") for name, draw in drawers.items()]
+    drawn = [_unless_damaged(functools.partial(draw, record, f"{key}-{name}")) for name, draw in drawers.items()]
     return [figure for figure in drawn if figure is not None]
 
 
-def _unless_damaged(draw: Callable[[Record, str], Figure | None], record: Record, key: str) -> Figure | None:
+def _unless_damaged(draw: Callable[[], Figure | None]) -> Figure | None:
     """Draw, or leave the figure out: rows hold diagnostics that nothing protects, and damage leaves any value there."""
     try:
-        return draw(record, key)
+        return draw()
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError):
         return None
 

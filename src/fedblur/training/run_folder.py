@@ -45,6 +45,7 @@ from fedblur.core.files import (
     read_json_if_there,
     read_json_lines,
     remove,
+    sync_file,
     write_atomically,
 )
 from fedblur.data.population import Federation
@@ -332,6 +333,7 @@ class RunFolder:
         text = json.dumps(json.loads(canonical(to_json(summary))), indent=2)
         write_atomically(self.summary, (text + "\n").encode())
         if summary.privacy.selection is not None or self._names_its_subject():  # not one of version 0.2
+            sync_file(self.rounds)  # or a power failure takes rows that the closing line stands for
             close_ledger(self.ledger, self.released())
         if summary.privacy.selection is None:
             for notify in RUN_ENDED:
@@ -364,7 +366,10 @@ def _is_row(row: Mapping[str, Any]) -> bool:
     return (
         type(row.get("round")) is int
         and "accuracy" in row
-        and all(value is None or (isinstance(value, int | float) and value is not True) for value in numbers)
+        and all(
+            value is None or (isinstance(value, int | float) and value is not True and value == value)
+            for value in numbers
+        )
         and isinstance(row.get("local_only", {}), dict)
     )
 
