@@ -232,6 +232,34 @@ def rechained_randomness(run: Path, world: World) -> None:
     keep_a_checkpoint(run)
 
 
+def as_of_version_0_2(bodies: list[dict[str, Any]]) -> None:
+    """Leave out what version 0.2 did not write: the plan and the closing line."""
+    del bodies[0]["subject"]
+    del bodies[-1]
+
+
+def downgraded_noise(run: Path, world: World) -> None:
+    """More noise claimed, in a ledger that looks like one of version 0.2."""
+    rechained_noise(run, world)
+    downgrade(run)
+
+
+def downgraded_model(run: Path, world: World) -> None:
+    """Another model, beside a ledger that looks like one of version 0.2 and is bound to none."""
+    swap_model(run)
+    downgrade(run)
+
+
+def downgrade(run: Path) -> None:
+    rechain(run, as_of_version_0_2)
+    for name in ("statement.json", "statement.md", "statement.html"):
+        (run / name).unlink(missing_ok=True)
+    shutil.rmtree(run / "checkpoints")
+    links = Chain(run / "ledger.jsonl").read()
+    edit_json(run / "summary.json", claim(ledger={"lines": len(links), "head": links[-1].hash}))
+    keep_a_checkpoint(run)
+
+
 def second_closing_line(run: Path, world: World) -> None:
     """Another model, and a closing line for it behind the true one."""
     swap_model(run)
@@ -323,6 +351,8 @@ FORGERIES: list[tuple[Callable[[Path, World], None], str, str, str]] = [
     (rechained_unit, "private", "another unit, the chain rewritten", BY_VERIFY),
     (rechained_randomness, "seeded", "a seeded run called private, the chain rewritten", BY_VERIFY),
     (second_closing_line, "private", "another model, with a second closing line", BY_VERIFY),
+    (downgraded_noise, "private", "more noise claimed, the plan left out as in version 0.2", BY_VERIFY),
+    (downgraded_model, "private", "another model, the plan left out as in version 0.2", BY_KEY),
     (all_rechained_noise, "private", "more noise claimed in every file", BY_KEY),
     (all_rechained_seed, "seeded", "a seeded run called private in every file", BY_KEY),
     (all_rechained_model, "private", "another model, with the chain rewritten", BY_KEY),

@@ -119,7 +119,8 @@ def verify_(
             spent = f"ε = {_epsilon(book.epsilon(name))} ({name.upper()}) at δ = {delta:.3g}"
             if book.randomness == "seed":
                 spent = f"not private: seeded noise (with secret noise: {spent})"
-            typer.echo(f"{run}: verified, {len(book.spends)} releases, {spent}, ledger {book.chain.head}")
+            old = "" if book.bound else "; opened by version 0.2, which did not bind it to the model and the summary"
+            typer.echo(f"{run}: verified, {len(book.spends)} releases, {spent}, ledger {book.chain.head}{old}")
     if any(checked.values()):
         raise typer.Exit(FOUND)
 

@@ -57,6 +57,11 @@ class Books:
         return together([event for _, event in self.spends])
 
     @property
+    def bound(self) -> bool:
+        """Whether the ledger names its plan, and is closed with digests of what was released. Those of 0.2 do not."""
+        return self.search or read_subject(self.chain) is not None
+
+    @property
     def search(self) -> bool:
         """Whether this is the ledger of a search: the winner's folder has no checkpoints, and many configurations."""
         return any(isinstance(event, PrivateSelection) for _, event in self.spends)
@@ -210,8 +215,11 @@ def replanned(folder: RunFolder, config: Config, subject: Subject, summary: RunS
 
 
 def _plan(folder: RunFolder, books: Books, summary: RunSummary | None, config: Config | None) -> Iterator[str]:
-    """Check that the ledger's figures follow from the configuration. One of version 0.2 does not state them."""
-    subject = read_subject(books.chain)
+    """Check that the ledger's figures follow from the configuration and N.
+
+    A ledger of version 0.2 does not state N, so the summary's is taken: whoever drops the plan gains nothing by it.
+    """
+    subject = read_subject(books.chain) or _implied(books, summary, config)
     if config is None or subject is None:
         return
     plan = replanned(folder, config, subject, summary)
@@ -224,7 +232,7 @@ def _plan(folder: RunFolder, books: Books, summary: RunSummary | None, config: C
         ("number of rounds", books.budget.rounds, budget.rounds),
         ("noise multiplier", subject.noise_multiplier, plan.noise_multiplier),
         ("planned release", subject.event, events.to_json(plan.event())),
-        ("source of noise", read_randomness(books.chain), randomness_of(config.seed)),
+        ("source of noise", read_randomness(books.chain) or randomness_of(config.seed), randomness_of(config.seed)),
     ]
     if config.clients is not None and config.voting is None:
         stated.append(("number of clients", subject.clients, config.clients))
@@ -254,9 +262,16 @@ def _plan(folder: RunFolder, books: Books, summary: RunSummary | None, config: C
     for name, here, there in claimed:
         if not _alike(here, there):
             yield f"summary.json's {name} is {here}, config.json and the ledger give {there}"
-    warning = folder.read_summary()
-    if warning is not None and warning.privacy.warning != claim.warning:
-        yield f"summary.json's warning is {claim.warning!r}, the ledger and config.json say {warning.privacy.warning!r}"
+    derived = folder.read_summary()
+    if derived is not None and derived.privacy.warning != claim.warning:
+        yield f"summary.json's warning is {claim.warning!r}, the ledger and config.json say {derived.privacy.warning!r}"
+
+
+def _implied(books: Books, summary: RunSummary | None, config: Config | None) -> Subject | None:
+    if config is None or summary is None or not books.spends:
+        return None
+    claim, (_, event) = summary.privacy, books.spends[0]
+    return Subject(config_digest(config), claim.unit, summary.clients, claim.noise_multiplier, events.to_json(event))
 
 
 def _alike(one: Any, other: Any) -> bool:
