@@ -15,6 +15,7 @@ from fedblur.learning.methods.blur import Blur
 from fedblur.learning.methods.lus import Lus
 from fedblur.learning.methods.prox import Prox
 from fedblur.learning.methods.sam import Sam
+from fedblur.learning.module_function import ModuleFunction
 from tests.worlds import CPU, SmallCnn, job_for, packed
 
 SIZES = [1, 3, 8, 20, 33, 8, 5]
@@ -85,11 +86,12 @@ class Witness(SmallCnn):
 
 
 def test_channels_last__is_real_for_one_channel() -> None:
-    module = Witness()
-    job = job_for(module)
+    job = job_for(Witness())
     engine = WorkerEngine(packed([8]), 1, workers=1)
     list(engine.map_clients(job, torch.arange(1), Seeded.root(0)))
-    assert module.seen == [(64, 1, 8, 1), (9, 1, 3, 1), (256, 1, 32, 4)]  # the trial; workers have their own modules
+    assert isinstance(job.forward, ModuleFunction)
+    tried = job.forward.evaluating.module  # workers have their own modules
+    assert tried.seen == [(64, 1, 8, 1), (9, 1, 3, 1), (256, 1, 32, 4)]
     x = torch.randn(2, 3, 4, 5)
     assert torch.equal(channels_last(x), x)
 

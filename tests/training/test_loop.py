@@ -149,7 +149,7 @@ def test_train__own_data_and_own_model(tmp_path: Path) -> None:
     config = fedblur.Config(rounds=20, sample_rate=0.5, epsilon=8.0, clip_norm=0.5, seed=0)
     run = fedblur.train(config, out=tmp_path / "run", federation=own_world(), module=model)
     assert run.accuracy > 0.8
-    assert run.module is model
+    assert run.module is not model
     with pytest.raises(RunError, match="with its own data"):
         fedblur.resume(run.path)
     again = fedblur.resume(run.path, federation=own_world(), module=nn.Linear(8, 3))

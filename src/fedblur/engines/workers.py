@@ -23,7 +23,7 @@ from fedblur.core.rng import Rng
 from fedblur.data.population import Population, Shard
 from fedblur.learning.batches import Work, plan_work
 from fedblur.learning.client import Block, ClientJob, LocalProgram, join_blocks, one_client, train_alone
-from fedblur.learning.module_function import Forward, ModuleFunction, Params
+from fedblur.learning.module_function import Forward, ModuleFunction, Params, evaluating
 
 _PLANNED = 256  # clients whose index plans are made together
 
@@ -112,6 +112,10 @@ class _ChannelsLast:
         with SingleClientLayers():
             return self.forward(theta, channels_last(x))
 
+    @property
+    def evaluating(self) -> Forward:
+        return _ChannelsLast(evaluating(self.forward))
+
 
 def _reads_channels_last(job: ClientJob, shard: Shard) -> bool:
     """Return whether the model runs channels last: one that calls `.view` on a feature map does not."""
@@ -120,7 +124,7 @@ def _reads_channels_last(job: ClientJob, shard: Shard) -> bool:
         return False
     try:
         with torch.no_grad():
-            job.forward(start, channels_last(torch.zeros(1, *shard.x.shape[1:])))
+            evaluating(job.forward)(start, channels_last(torch.zeros(1, *shard.x.shape[1:])))
     except RuntimeError:
         return False
     return True

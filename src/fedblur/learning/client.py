@@ -20,7 +20,7 @@ from fedblur.data.population import Shard, as_input
 from fedblur.learning.batches import Batch, Work, read_batches
 from fedblur.learning.dropout import SeededDropout
 from fedblur.learning.methods import Gradient, Method
-from fedblur.learning.module_function import Forward, Layout, Params, add, add_to, add_where, zeros_for
+from fedblur.learning.module_function import Forward, Layout, Params, add, add_to, add_where, evaluating, zeros_for
 from fedblur.privacy.clipping import Bounded, Message
 
 
@@ -104,7 +104,7 @@ class LocalProgram:
         return not self.local.momentum and not any(method.bends_gradient for method in self.methods)
 
     def score(self, start: Params, delta: Params, batch: Batch) -> Params:
-        """Return Σ ∇f over these samples at the end point, without dropout and without what the methods add."""
+        """Return Σ ∇f over these samples at the end point, in evaluation mode and without what the methods add."""
         batch = batch._replace(inputs=as_input(batch.inputs))
         return self._gradient(batch, batch.weights, (), None, 0, add(start, delta))
 
@@ -131,11 +131,15 @@ class LocalProgram:
         self, batch: Batch, weights: Tensor, methods: tuple[Method, ...], seed: Tensor | None, step: Tensor | int,
         theta: Params,
     ) -> Params:  # fmt: skip
-        """Return the gradient of the weighted sum of cross-entropies, by the chain rule from the logits' slope."""
+        """Return the gradient of the weighted sum of cross-entropies, by the chain rule from the logits' slope.
+
+        Without a seed the model is in evaluation mode.
+        """
+        forward = self.forward if seed is not None else evaluating(self.forward)
 
         def logits_of(theta: Params) -> Tensor:
             with SeededDropout(seed, step):
-                logits = self.forward(theta, batch.inputs)
+                logits = forward(theta, batch.inputs)
             for method in methods:
                 logits = method.adjust(logits, batch.labels, batch.weights > 0)
             return logits

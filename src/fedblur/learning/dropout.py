@@ -54,11 +54,11 @@ class SeededDropout(TorchFunctionMode):
 
             before = fused_layers.before_relu(input)
             after_relu = None if before is None else partial(fused_layers.relu_dropout, before)
-        if not training or p == 0:
-            return input
         if self.seed is None:  # the fused kernel all the same, for the sake of its layout: nothing is dropped
             nothing = torch.zeros((), dtype=torch.int32, device=input.device)
-            return input if after_relu is None else after_relu(nothing, 0.0)
+            return input if after_relu is None or p == 0 else after_relu(nothing, 0.0)
+        if not training or p == 0:
+            return input
         self.calls += 1
         key = hash32((self.seed + self.step * 0x1E3779B1 + self.calls * 0x05EBCA77).to(torch.int32))
         if after_relu is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedblur.data.population import Federation, Population, Samples, Shard, as_input
 from fedblur.learning.dropout import SeededDropout
 from fedblur.learning.methods import Method
-from fedblur.learning.module_function import Forward, Params
+from fedblur.learning.module_function import Forward, Params, evaluating
 
 MOST_CLIENTS, MOST_SAMPLES = 200, 50  # looked at for fairness: about as many samples as a test set has
 _CHUNK = 1024
@@ -27,7 +27,7 @@ _ALONE = 64  # samples in a batch where a client must not share one with others
 def evaluate(
     forward: Forward, theta: Params, samples: Samples, methods: tuple[Method, ...] = (), views: int = 1
 ) -> tuple[float, float]:
-    """Return (accuracy, mean cross-entropy) over all samples, dropout off.
+    """Return (accuracy, mean cross-entropy) over all samples, of the model in evaluation mode.
 
     With several views a prediction is the mean of the probabilities for the sample itself and for views - 1 of it as
     the methods disturb it in training; they follow from the sample's place and are the same in every evaluation.
@@ -108,7 +108,7 @@ def _predictions(
     forward: Forward, theta: Params, samples: Samples, methods: tuple[Method, ...], views: int, width: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (log-probabilities up to a constant [chunk, classes], labels [chunk]) on the weights' device."""
-    device = next(iter(theta.values())).device
+    device, forward = next(iter(theta.values())).device, evaluating(forward)
     chunks = zip(torch.split(samples.x, width), torch.split(samples.y, width), strict=True)
     for chunk, (x, y) in enumerate(chunks):
         seen = [as_input(x.to(device))]

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +79,7 @@ class Layout:
 
 
 class ModuleFunction:
-    """A module as a function of its trainable tensors. It stays in training mode: dropout is ours to switch."""
+    """A module as a function of its trainable tensors, in the mode (training or evaluation) that the module is in."""
 
     def __init__(self, module: nn.Module, half: bool = False) -> None:
         self.module = module
@@ -101,8 +102,28 @@ class ModuleFunction:
 
     def replica(self) -> ModuleFunction:
         """Return the same function for another thread: a call puts its tensors into the module for a moment."""
-        shared = {id(tensor): tensor for tensor in self.module.parameters()}
-        return ModuleFunction(copy.deepcopy(self.module, shared), self.half)
+        return ModuleFunction(copied(self.module, share=True), self.half)
+
+    @cached_property
+    def evaluating(self) -> ModuleFunction:
+        """The same function in evaluation mode; it has a module of its own, since modes are flags of layers."""
+        return ModuleFunction(copied(self.module, share=True).eval(), self.half)
+
+
+def evaluating(forward: Forward) -> Forward:
+    """Return a forward function in evaluation mode; one that is no module has no modes."""
+    found: Forward = getattr(forward, "evaluating", forward)
+    return found
+
+
+def copied(module: nn.Module, share: bool = False) -> nn.Module:
+    """Copy a module. `share`: the copy has layers of its own, and the same parameters and buffers."""
+    shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())} if share else {}
+    try:
+        return copy.deepcopy(module, shared)
+    except Exception as error:  # whatever a foreign layer raises, the user needs the same one line
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"the model cannot be copied: {reason}; copy.deepcopy(module) must work") from error
 
 
 def as_function(module: nn.Module, half: bool = False) -> ModuleFunction:

@@ -87,6 +87,11 @@ class Statement:
         return self.privacy.selection
 
     @property
+    def start(self) -> str:
+        """Return the type of the model that the caller gave, with its starting weights; "" for one made by name."""
+        return str((self.config.get("own") or {}).get("model") or "")
+
+    @property
     def scored(self) -> int:
         """Validation clients whose scores decided without noise."""
         return self.chosen.score_clients if self.chosen and not self.chosen.score_clients_protected else 0
@@ -144,7 +149,7 @@ class Statement:
             },
             "tuning": self.tuning or None,
             "assumed": assumed(self.seeded, self.privacy.sampling),
-            "not_protected": not_protected(self.in_floats, self.privacy.votes, self.scored),
+            "not_protected": not_protected(self.in_floats, self.privacy.votes, self.scored, self.start),
             "seed": self.config.get("seed"),
             "versions": self.summary.versions,
             "config_hash": own,
@@ -256,7 +261,7 @@ def page_of(statement: Statement) -> Page:
         budget=budget,
         releases=len(spends),
         repeated=len(spends) - len({round_ for round_, _ in spends}),
-        model=(config.get("own") or {}).get("model") or config["model"]["name"],
+        model=statement.start or config["model"]["name"],
         methods=[method["name"] for method in config["method"]],
         meaning=meaning(
             statement.epsilons()[budget.accountant], budget.delta, statement.seeded, statement.privacy.adjacency
@@ -287,11 +292,12 @@ def assumed(seeded: bool, sampling: str) -> list[str]:
     return lines
 
 
-def not_protected(in_floats: bool, pool: bool = False, scored: int = 0) -> list[str]:
+def not_protected(in_floats: bool, pool: bool = False, scored: int = 0, start: str = "") -> list[str]:
     """List what the claim does not cover.
 
     `in_floats`: the noise was added in floating point; `pool`: labels of public samples were bought; `scored`:
-    validation clients whose scores chose the settings without noise.
+    validation clients whose scores chose the settings without noise; `start`: the type of a model whose starting
+    weights the caller gave.
     """
     others = []
     if in_floats:
@@ -306,6 +312,12 @@ def not_protected(in_floats: bool, pool: bool = False, scored: int = 0) -> list[
         )
     if scored:
         others.append(f"The {scored} validation clients: settings were chosen by their scores, without noise.")
+    if start:
+        others.append(
+            f"Whoever the starting weights learned from: the caller gave them ({start}). If they are not public, for "
+            "instance because an earlier run trained them on these clients, what they tell is outside this claim; that "
+            "run's ε and δ are added to these."
+        )
     return [
         *others,
         "What the population as a whole teaches: the model learns it, and that is the purpose.",

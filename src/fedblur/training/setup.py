@@ -26,7 +26,7 @@ from fedblur.engines.timing import Work
 from fedblur.learning.client import ClientJob
 from fedblur.learning.models import make_model
 from fedblur.learning.models.fixed_features import computed_ahead
-from fedblur.learning.module_function import Layout, ModuleFunction, as_function, check_model, initial_vector
+from fedblur.learning.module_function import Layout, ModuleFunction, as_function, check_model, copied, initial_vector
 from fedblur.privacy import events
 from fedblur.privacy.accounting import PrivacyPlan, make_plan
 from fedblur.privacy.claim import UNIT
@@ -134,12 +134,15 @@ def prepare(
 def data_and_model(
     config: Config, machine: Machine, federation: Federation | None, module: nn.Module | None, rng: Rng
 ) -> tuple[Federation, nn.Module, Layout, Tensor]:
-    """Return the data, and the model on its device with its layout and weights; refuse a model that does not fit."""
+    """Return the data, and the model on its device with its layout and weights; refuse a model that does not fit.
+
+    A `module` of the caller's is copied.
+    """
     data, device = federation or load(config, machine), machine.torch_device()
     shape, classes = data.train.shape, data.train.classes
     check_fit(config, data, module is None)
-    if module is None:
-        module = make_model(config.model, shape, classes, rng.child("init").seed())
+    named = functools.partial(make_model, config.model, shape, classes, rng.child("init").seed())
+    module = named() if module is None else copied(module)  # the caller's own stays: a second run starts there too
     check_model(module, shape, classes)
     layout, initial = Layout.of(module), initial_vector(module).to(device)
     return data, module.to(device).train(), layout, initial

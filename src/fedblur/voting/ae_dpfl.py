@@ -17,7 +17,7 @@ from fedblur.data.population import as_input
 from fedblur.learning.client import Block, ClientJob
 from fedblur.learning.dropout import SeededDropout
 from fedblur.learning.models import make_model
-from fedblur.learning.module_function import Layout, Params, as_function, check_model, initial_vector
+from fedblur.learning.module_function import Layout, Params, as_function, check_model, evaluating, initial_vector
 from fedblur.voting.base import Booth, Electorate, Voting
 
 if TYPE_CHECKING:
@@ -101,4 +101,4 @@ class Teachers:
 
     def _classes(self, theta: Params, inputs: Tensor) -> Tensor:
         with SeededDropout(None):
-            return self.job.forward(theta, inputs).argmax(-1)
+            return evaluating(self.job.forward)(theta, inputs).argmax(-1)

@@ -21,7 +21,7 @@ from torch import Tensor
 from fedblur.core.rng import Rng
 from fedblur.data.population import as_input
 from fedblur.learning.dropout import SeededDropout
-from fedblur.learning.module_function import Forward, Layout, Params
+from fedblur.learning.module_function import Forward, Layout, Params, evaluating
 from fedblur.voting.base import Voting
 from fedblur.voting.release import UNANSWERED
 
@@ -90,9 +90,9 @@ class Trainer:
 
     def _collapsed(self, student: Student) -> bool:
         """Return whether it predicts one class for all of its labelled samples, or nothing that is a number."""
-        data, theta = self.data, self.layout.unflatten(student.theta)
+        data, theta, at_rest = self.data, self.layout.unflatten(student.theta), evaluating(self.forward)
         with torch.no_grad(), SeededDropout(None):
-            parts = [self.forward(theta, as_input(data.x[part])) for part in torch.split(data.labelled, _AT_ONCE)]
+            parts = [at_rest(theta, as_input(data.x[part])) for part in torch.split(data.labelled, _AT_ONCE)]
         logits = torch.cat(parts)
         said = logits.argmax(1)
         several = bool((data.labels != data.labels[0]).any())
@@ -121,7 +121,7 @@ class Trainer:
         rest = as_input(data.x[data.rest[_draw(len(data.rest), _UNLABELLED * size, generator)]])
         fixed = {name: tensor.detach() for name, tensor in theta.items()}
         with SeededDropout(None):
-            sure, target = self.forward(fixed, weak(rest, generator)).softmax(1).max(1)
+            sure, target = evaluating(self.forward)(fixed, weak(rest, generator)).softmax(1).max(1)
         with SeededDropout(seed, 1):
             logits = self.forward(theta, strong(rest, data.scale, generator))
         losses = F.cross_entropy(logits, target, reduction="none")
