@@ -19,6 +19,8 @@ if typing.TYPE_CHECKING:
     from fedblur.data.federation import federation_from_arrays, load_federation
     from fedblur.data.population import Federation
     from fedblur.learning.methods.base import Method
+    from fedblur.learning.metrics.base import Metric, metric
+    from fedblur.learning.tasks.base import Task
     from fedblur.privacy.planning import Outlook, Setting, outlook
     from fedblur.report.statement import Statement, write_statement
     from fedblur.training.loop import Run, train
@@ -39,12 +41,15 @@ _HOMES = {
     "LocalTraining": "fedblur.core.config",
     "Machine": "fedblur.training.machine",
     "Method": "fedblur.learning.methods.base",
+    "Metric": "fedblur.learning.metrics.base",
     "Outlook": "fedblur.privacy.planning",
     "Run": "fedblur.training.loop",
     "Setting": "fedblur.privacy.planning",
     "Statement": "fedblur.report.statement",
+    "Task": "fedblur.learning.tasks.base",
     "federation_from_arrays": "fedblur.data.federation",
     "load_federation": "fedblur.data.federation",
+    "metric": "fedblur.learning.metrics.base",
     "outlook": "fedblur.privacy.planning",
     "register": "fedblur.core.registry",
     "resume": "fedblur.training.resume",
@@ -66,6 +71,8 @@ registry.PART_HOMES.update(
     mask="fedblur.training.public_mask",
     voting="fedblur.voting.ae_dpfl fedblur.voting.knn_dpfl",  # alone: the rest of the room runs them
     denoise="fedblur.training.denoise",
+    task="fedblur.learning.tasks",
+    metric="fedblur.learning.metrics",
 )
 
 # Every run that ends gets its privacy statement: from Python, by votes, on Flower and on the command line.
@@ -78,12 +85,15 @@ __all__ = [
     "LocalTraining",
     "Machine",
     "Method",
+    "Metric",
     "Outlook",
     "Run",
     "Setting",
     "Statement",
+    "Task",
     "federation_from_arrays",
     "load_federation",
+    "metric",
     "outlook",
     "register",
     "resume",

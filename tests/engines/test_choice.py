@@ -38,7 +38,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def work(module: nn.Module, rounds: int = 100) -> Work:
-    return Work(job_for(module), module, (1, 8, 8), 10, 8.0, rounds)
+    return Work(job_for(module), module, packed([1]).samples(), 10, 8.0, rounds)
 
 
 def stub(monkeypatch: pytest.MonkeyPatch, vectorised: float, sequential: float) -> list[str]:

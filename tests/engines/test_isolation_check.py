@@ -168,7 +168,7 @@ def test_blocks__their_size_changes_no_bit(how) -> None:
 
 def checked(module: nn.Module, how: str = "plain", block: int = 32) -> bool:
     job = job_for(module, METHODS[1], 0.1, LocalTraining(steps=4, batch_size=8, learning_rate=0.7))
-    return clients_interfere(LocalEngine(packed([4]), CPU, True, block, how), job, torch.empty(0, *SHAPE), 10)
+    return clients_interfere(LocalEngine(packed([4]), CPU, True, block, how), job, packed([1], SHAPE).samples(), 10)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

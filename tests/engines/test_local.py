@@ -107,6 +107,6 @@ def test_blocks__the_check_before_a_private_run_finds_a_size_that_fits(monkeypat
     job, population = job_for(SmallCnn(), local=LocalTraining(steps=1, batch_size=4)), packed([4] * 3)
     tried = short_of_memory(monkeypatch, 7, recorded=False)
     engine = LocalEngine(population, torch.device("cpu"), True, 16)
-    clients_interfere(engine, job, torch.empty(0, 1, 8, 8), 10)
+    clients_interfere(engine, job, packed([1]).samples(), 10)
     assert engine.block_size == 4
     assert tried[:3] == [16, 8, 4]

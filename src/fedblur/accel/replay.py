@@ -76,8 +76,14 @@ def _leaves(arguments: tuple[Any, ...]) -> Iterator[Tensor]:
     for argument in arguments:
         if isinstance(argument, Tensor):
             yield argument
-        else:
-            yield from argument.values() if isinstance(argument, dict) else argument
+        elif isinstance(argument, dict):
+            yield from argument.values()
+        else:  # a batch, whose inputs may be several
+            for part in argument:
+                if isinstance(part, Tensor):
+                    yield part
+                else:
+                    yield from part.values()
 
 
 def _trace(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -12,12 +12,21 @@ class Row(TypedDict):
 
     round: int  # rounds done; of a voting protocol, steps of the stage
     epsilon: NotRequired[float | None]  # spent so far
-    accuracy: float | None
-    loss: NotRequired[float | None]  # in nats
+    accuracy: NotRequired[float | None]  # of a classifier; None: this round was not evaluated
+    figures: NotRequired[dict[str, float] | None]  # every metric, the headline first, where they are not accuracy alone
+    loss: NotRequired[float | None]  # the mean over samples; of a classifier in nats
     seconds: NotRequired[float]
     local_only: dict[str, Any]  # diagnostics: never released, never accounted
     stage: NotRequired[str]  # of a voting protocol
     rounds: NotRequired[int]  # of that stage
+
+
+def figures_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a round, the headline first; none where it was not evaluated."""
+    if row.get("figures"):
+        return dict(row["figures"])
+    accuracy = row.get("accuracy")
+    return {} if accuracy is None else {"accuracy": accuracy}
 
 
 Watcher = Callable[[Row], None]

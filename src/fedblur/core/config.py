@@ -49,7 +49,9 @@ class Config:
     validation_share: float = 0.1  # of all clients, about; they never train
     evaluate: Literal["test", "validation"] = "test"  # tune on "validation", report "test"
     population: str | None = None  # whose budget this run is charged to; None: public data, or a hash of client ids
-    # model and method
+    # task, model and method
+    task: Any = part("task", "classification")  # what outputs and targets are, and each sample's loss
+    metrics: Any = part("metric", (), many=True)  # what is measured, the headline first; (): the task's own
     model: Any = part("model", "logistic")  # the network that is trained
     method: Any = part("method", (), many=True)  # what clients do beyond DP-FedAvg, which is ()
     local: LocalTraining = field(default_factory=LocalTraining)  # a client's training, keys below
@@ -92,6 +94,7 @@ class Config:
             return
         for method in self.method:
             method.check(self.local)
+            method.check_task(self.task)
 
     @property
     def voting(self) -> Any:
@@ -152,9 +155,12 @@ def _check_voting(config: Config) -> None:
     name = config.voting.part_name
     if len(config.method) > 1:
         raise ConfigError(f"method {name!r} is a protocol of its own: give it alone, without other methods")
-    for key, idle in (("bounding", "clip"), ("clipping", None), ("mask", None), ("denoise", None), ("test_views", 1)):
+    idle_at = {"bounding": "clip", "clipping": None, "mask": None, "denoise": None, "test_views": 1, "metrics": ()}
+    for key, idle in idle_at.items():
         value = getattr(config, key)
         demand(value == idle, key, value, f"does not apply to {name}: it sends no updates")
+    if not config.task.classes:
+        raise ConfigError(f"method {name!r} votes for classes, which task {config.task.part_name!r} does not have")
     if config.mechanism.part_name != "gaussian":
         raise ConfigError(
             f"mechanism={config.mechanism.part_name!r} does not apply to {name}, whose votes get Gaussian noise; "
@@ -173,6 +179,11 @@ def _check_run(config: Config) -> None:
     demand_between(1, 10**4, "test_views", config.test_views)
     if config.test_views > 1 and not any(method.part_name == "augment" for method in config.method):
         raise ConfigError(f"test_views={config.test_views} needs method 'augment', which makes the views")
+    if config.test_views > 1 and not config.task.classes:
+        raise ConfigError(
+            f"test_views={config.test_views} averages probabilities of classes, which task {config.task.part_name!r} "
+            "does not have; drop it"
+        )
     demand(config.checkpoint_every >= 1, "checkpoint_every", config.checkpoint_every, "must be at least 1")
     seed = config.seed
     demand(seed is None or seed >= 0, "seed", seed, "must be 0 or more (leave it out for privacy)")
@@ -235,7 +246,7 @@ def canonical(value: Any) -> str:
 
 
 # Keys that came after results were first kept: at these values they leave the hash of a configuration as it was.
-_LATER: dict[str, Any] = {"denoise": None, "test_views": 1}
+_LATER: dict[str, Any] = {"denoise": None, "test_views": 1, "task": {"name": "classification"}, "metrics": []}
 _NOT_HASHED = {"population"}  # decides no result: whose budget pays for it
 _GAUSSIAN = {"name": "gaussian", "placement": "server"}  # as version 0.1 wrote it
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Kind = Literal[
     "dataset", "partition", "model", "method", "mechanism", "sampling", "server", "averaging", "clipping", "mask",
-    "voting", "denoise",
+    "voting", "denoise", "task", "metric",
 ]  # fmt: skip
 KINDS: tuple[str, ...] = get_args(Kind)
 _ALSO: dict[str, Kind] = {"method": "voting"}  # a protocol of its own is chosen where methods are

@@ -22,7 +22,7 @@ from fedblur.core.registry import build
 from fedblur.core.rng import Seeded
 from fedblur.data.dataset import Dataset, Generated, Raw
 from fedblur.data.partition import Natural
-from fedblur.data.population import Federation, Packed, Samples
+from fedblur.data.population import Federation, Inputs, Packed, Samples
 from fedblur.data.roles import divide
 
 
@@ -156,10 +156,9 @@ def federation_from_arrays(
     """
     _check_request(None, validation_share)
     train, test = _own_samples("", x, y), _own_samples("test_", test_x, test_y)
-    if train.x.shape[1:] != test.x.shape[1:]:
-        raise DataError(
-            f"x has samples of shape {[*train.x.shape[1:]]}, test_x of {[*test.x.shape[1:]]}; they must agree"
-        )
+    own, other = (_shapes(samples.x) for samples in (train, test))
+    if own != other:
+        raise DataError(f"x has samples of shape {own}, test_x of {other}; they must agree")
     if classes is not None and (isinstance(classes, bool) or not isinstance(classes, int) or not 0 < classes <= 10**6):
         raise DataError(f"classes={classes!r} must be a whole number from 1 to 1,000,000")
     known = classes if classes is not None else 1 + int(test.y.max())
@@ -208,6 +207,11 @@ def _own_samples(prefix: str, x: Any, y: Any) -> Samples:
     if len(broken):
         raise DataError(f"{prefix}x has NaN or infinite values, first in sample {int(broken[0])}; clean them first")
     return Samples(values, labels)
+
+
+def _shapes(x: Inputs) -> Any:
+    """Return the shape of a sample, or of each of its inputs by name."""
+    return {name: [*each.shape[1:]] for name, each in x.items()} if isinstance(x, dict) else [*x.shape[1:]]
 
 
 def _own_clients(owners: Any, samples: int) -> Tensor:

@@ -19,7 +19,7 @@ from fedblur.core.errors import ConfigError
 from fedblur.core.registry import register
 from fedblur.data.dataset import Dataset, Form, Raw
 from fedblur.data.holdout import check_share
-from fedblur.data.population import Samples
+from fedblur.data.population import Samples, one_input
 
 LETTERS = "\n abcdefghijklmnopqrstuvwxyz',.;:?!-"  # token 0 also stands before the first character of a text
 _LONGEST = 64
@@ -81,4 +81,4 @@ def _windows(tokens: Tensor, window: int) -> Samples:
 
 
 def _joined(parts: list[Samples]) -> Samples:
-    return Samples(torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]))
+    return Samples(torch.cat([one_input(part.x, "plays") for part in parts]), torch.cat([part.y for part in parts]))

@@ -6,21 +6,45 @@ generated on the spot when they are not (`synthetic`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, overload
 
 import torch
 from torch import Tensor
 
 from fedblur.core.errors import DataError
 
+Inputs = Tensor | dict[str, Tensor]  # what a model reads: one tensor, or several by the names of its arguments
+
+
+@overload
+def each_input(inputs: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor: ...
+@overload
+def each_input(inputs: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs: ...
+def each_input(inputs: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
+    """Apply a function to the one tensor, or to each of several."""
+    return {name: function(x) for name, x in inputs.items()} if isinstance(inputs, dict) else function(inputs)
+
+
+def tensors_of(inputs: Inputs) -> list[Tensor]:
+    """Return the tensors of inputs: one, or several."""
+    return list(inputs.values()) if isinstance(inputs, dict) else [inputs]
+
+
+def one_input(inputs: Inputs, who: str) -> Tensor:
+    """Return the one tensor; refuse several. `who` reads one only."""
+    if isinstance(inputs, dict):
+        raise DataError(f"{who} reads samples of one tensor, but these have {', '.join(inputs)}; give one")
+    return inputs
+
 
 @dataclass(frozen=True)
 class Samples:
     """Labelled samples that belong to nobody in particular: a test set."""
 
-    x: Tensor  # [samples, *shape], uint8 (images, 0..255), float32, or int16 (text: tokens)
-    y: Tensor  # [samples], int64
+    x: Inputs  # [samples, *shape] each: uint8 (images, 0..255), float32, int16 (text), int64 or int32 (tokens)
+    y: Tensor  # [samples, *target]: int64 for classes and tokens, float32 for numbers
 
     def __len__(self) -> int:
         return len(self.y)
@@ -30,8 +54,8 @@ class Samples:
 class Shard:
     """The packed samples of the clients of one cohort, in the cohort's order."""
 
-    x: Tensor  # [samples, *shape]
-    y: Tensor  # [samples]
+    x: Inputs  # [samples, *shape]
+    y: Tensor  # [samples, *target]
     starts: Tensor  # [cohort], int64
     sizes: Tensor  # [cohort], int64
 
@@ -44,10 +68,11 @@ class Population(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one sample."""
+        """The shape of one sample; of the first tensor where a sample has several."""
 
     @property
-    def classes(self) -> int: ...
+    def classes(self) -> int:
+        """The number of classes, tokens or items that targets are of; 0 where targets are numbers."""
 
     def fetch(self, ids: Tensor) -> Shard:
         """Return the samples of these clients."""
@@ -60,18 +85,23 @@ class Population(Protocol):
 class Packed:
     """A population in memory."""
 
-    x: Tensor  # [samples, *shape], uint8, float32 or int16
-    y: Tensor  # [samples], int64
+    x: Inputs  # [samples, *shape], uint8, float32, int16, int32 or int64; or several by name
+    y: Tensor  # [samples, *target], int64 or float32
     starts: Tensor  # [clients], int64
     sizes: Tensor  # [clients], int64
     classes: int
 
     def __post_init__(self) -> None:
-        if len(self.x) != len(self.y):
-            raise DataError(f"{len(self.x)} samples but {len(self.y)} labels; each sample needs one label")
-        if self.x.is_floating_point() and not bool(torch.isfinite(self.x).all()):
-            raise DataError("the data contain NaN or infinite values; clean them first (client training would diverge)")
-        if len(self.y) and not 0 <= int(self.y.min()) <= int(self.y.max()) < self.classes:
+        for x in tensors_of(self.x):
+            if len(x) != len(self.y):
+                raise DataError(f"{len(x)} samples but {len(self.y)} labels; each sample needs one label")
+            if x.is_floating_point() and not bool(torch.isfinite(x).all()):
+                raise DataError(
+                    "the data contain NaN or infinite values; clean them first (client training would diverge)"
+                )
+        # other targets are checked by their task (`Task.check_targets`)
+        one_class = self.y.dim() == 1 and not self.y.is_floating_point()
+        if len(self.y) and one_class and not 0 <= int(self.y.min()) <= int(self.y.max()) < self.classes:
             raise DataError(f"labels run from {int(self.y.min())} to {int(self.y.max())}, but classes={self.classes}")
         if len(self.sizes) and int(self.sizes.min()) < 1:
             empty = int(self.sizes.argmin())
@@ -83,7 +113,7 @@ class Packed:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.x.shape[1:])
+        return tuple(tensors_of(self.x)[0].shape[1:])
 
     def fetch(self, ids: Tensor) -> Shard:
         return Shard(self.x, self.y, self.starts[ids], self.sizes[ids])
@@ -93,20 +123,20 @@ class Packed:
         return replace(self, starts=self.starts[ids], sizes=self.sizes[ids])
 
     def to(self, device: torch.device) -> Packed:
-        return replace(self, x=self.x.to(device), y=self.y.to(device))
+        return replace(self, x=each_input(self.x, lambda x: x.to(device)), y=self.y.to(device))
 
     def samples(self) -> Samples:
         """Return all samples of all clients, pooled: how validation clients are evaluated."""
         index = sample_index(self.starts, self.sizes)
-        return Samples(self.x[index.to(self.x.device)], self.y[index.to(self.y.device)])
+        return Samples(each_input(self.x, lambda x: x[index.to(x.device)]), self.y[index.to(self.y.device)])
 
     @classmethod
-    def from_owners(cls, x: Tensor, y: Tensor, owners: Tensor, classes: int) -> Packed:
+    def from_owners(cls, x: Inputs, y: Tensor, owners: Tensor, classes: int) -> Packed:
         """Pack samples by the client that owns each; `owners` is [samples], -1 leaves a sample out."""
         kept = torch.nonzero(owners >= 0).flatten()
         order = kept[torch.argsort(owners[kept], stable=True)]
         sizes = torch.bincount(owners[kept])
-        return cls(x[order], y[order], torch.cumsum(sizes, 0) - sizes, sizes, classes)
+        return cls(each_input(x, lambda x: x[order]), y[order], torch.cumsum(sizes, 0) - sizes, sizes, classes)
 
 
 def sample_index(starts: Tensor, sizes: Tensor) -> Tensor:
@@ -135,11 +165,43 @@ class Federation:
     """These data as a fixed front of a model sees them, by the front's key: computed once for all runs on them."""
 
 
-def as_input(x: Tensor) -> Tensor:
-    """Convert stored samples to what a model reads: images 0..255 become floats 0..1; other values stay, as floats."""
-    return x.float() / 255 if x.dtype == torch.uint8 else x.float()
+@overload
+def as_input(x: Tensor) -> Tensor: ...
+@overload
+def as_input(x: Inputs) -> Inputs: ...
+def as_input(x: Inputs) -> Inputs:
+    """Convert stored samples to what a model reads: images 0..255 become floats 0..1, tokens stay whole numbers.
+
+    Text of the library's own (int16) is read as floats that are whole numbers, as in version 0.1.
+    """
+    return each_input(x, _as_input)
 
 
-def is_text(x: Tensor) -> bool:
-    """Return whether stored samples are tokens: whole numbers that are not pixels."""
-    return x.dtype == torch.int16
+def _as_input(x: Tensor) -> Tensor:
+    if x.dtype == torch.uint8:
+        return x.float() / 255
+    return x if x.dtype in (torch.int64, torch.int32) else x.float()
+
+
+def is_text(x: Inputs) -> bool:
+    """Return whether stored samples are the library's own text: windows of tokens."""
+    return isinstance(x, Tensor) and x.dtype == torch.int16
+
+
+def made_up(like: Samples, count: int, classes: int, generator: torch.Generator) -> Samples:
+    """Make up samples of nobody, with shapes and types like these, for timings and checks.
+
+    Numbers are between 0 and 1, tokens at most the largest of `like`, where no client's data are.
+    """
+
+    def values(x: Tensor, below: int) -> Tensor:
+        shape = (count, *x.shape[1:])
+        if x.is_floating_point():
+            return torch.rand(shape, generator=generator)
+        return torch.randint(0, max(2, below), shape, generator=generator).to(x.dtype)
+
+    def values_of_inputs(x: Tensor) -> Tensor:
+        known = {torch.uint8: 256, torch.int16: classes, torch.float32: 0}
+        return values(x, known[x.dtype] if x.dtype in known else 1 + int(x.max()))
+
+    return Samples(each_input(like.x, values_of_inputs), values(like.y, classes))

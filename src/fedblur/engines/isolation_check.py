@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedblur.core.rng import Seeded
-from fedblur.data.population import Shard, is_text
+from fedblur.data.population import Samples, Shard, each_input, made_up, tensors_of
 from fedblur.engines.local import LocalEngine
 from fedblur.learning.batches import plan_work
 from fedblur.learning.client import ClientJob
@@ -22,10 +22,10 @@ _STEPS = 2  # local steps of the check
 _LOUD = 1e4  # inputs of neighbours that an adversary might choose
 
 
-def clients_interfere(engine: LocalEngine, job: ClientJob, like: Tensor, classes: int) -> bool:
+def clients_interfere(engine: LocalEngine, job: ClientJob, like: Samples, classes: int) -> bool:
     """Train two made-up clients among different neighbours and in different places; True where any bit differs.
 
-    `like`: samples whose shape and type those of the clients have. Their values are not read.
+    `like`: held-out samples, whose shapes and types those of the clients have.
     """
     cramped = False
     while True:
@@ -36,7 +36,7 @@ def clients_interfere(engine: LocalEngine, job: ClientJob, like: Tensor, classes
             cramped = True
 
 
-def _differ(engine: LocalEngine, job: ClientJob, like: Tensor, classes: int) -> bool:
+def _differ(engine: LocalEngine, job: ClientJob, like: Samples, classes: int) -> bool:
     block = engine.block_size
     if not engine.vectorise or block == 1:
         return False  # one client at a time: nothing is shared
@@ -47,7 +47,8 @@ def _differ(engine: LocalEngine, job: ClientJob, like: Tensor, classes: int) -> 
     for which, (probe, neighbours) in enumerate(orders):
         place = (0, block // 2, block - 1)[which % 3]
         order = torch.cat([neighbours[:place], torch.tensor([probe]), neighbours[place:]])
-        part = Shard(shard.x.to(engine.device), shard.y.to(engine.device), shard.starts[order], shard.sizes[order])
+        x, y = each_input(shard.x, lambda x: x.to(engine.device)), shard.y.to(engine.device)
+        part = Shard(x, y, shard.starts[order], shard.sizes[order])
         work = plan_work(part, order, _STEPS, job.local.batch_size, Seeded.root(0), engine.device)
         message = engine.train(job, part, work).bounded.value.clone()[place]
         if not torch.equal(seen.setdefault(probe, message).view(torch.int32), message.view(torch.int32)):
@@ -55,18 +56,15 @@ def _differ(engine: LocalEngine, job: ClientJob, like: Tensor, classes: int) -> 
     return False
 
 
-def _made_up(batch: int, block: int, like: Tensor, classes: int) -> tuple[Shard, tuple[int, int]]:
+def _made_up(batch: int, block: int, like: Samples, classes: int) -> tuple[Shard, tuple[int, int]]:
     """Make up two probes, a block of quiet neighbours of all sizes, a block of loud and a block of empty ones."""
     generator = torch.Generator().manual_seed(0)
     sizes = torch.randint(1, 2 * batch + 2, (2 * block,), generator=generator)
     sizes[0], sizes[1] = max(1, batch - 1), batch + 1
-    total = int(sizes.sum())
-    x = torch.rand((total, *like.shape[1:]), generator=generator)
-    y = torch.randint(0, classes, (total,), generator=generator)
+    own = made_up(like, int(sizes.sum()), classes, generator)
     sizes = torch.cat([sizes, torch.zeros(block, dtype=torch.int64)])
     starts = torch.cumsum(sizes, 0) - sizes
-    if like.is_floating_point():
-        x[int(starts[1 + block]) :] *= _LOUD
-    else:  # tokens, or the pixels of images
-        x = (x * (classes if is_text(like) else 256)).to(like.dtype)
-    return Shard(x, y, starts, sizes), (0, 1)
+    for values in (*tensors_of(own.x), own.y):
+        if values.is_floating_point():  # not tokens, classes or the pixels of images
+            values[int(starts[1 + block]) :] *= _LOUD
+    return Shard(own.x, own.y, starts, sizes), (0, 1)

@@ -171,8 +171,7 @@ class LocalEngine:
         if self.device.type == "cpu":
             torch.set_num_threads(1)
         try:
-            program = LocalProgram(job.forward, job.layout, job.local, job.methods)
-            steps = steps_for(program, self.how) if self.vectorise else None
+            steps = steps_for(job.program, self.how) if self.vectorise else None
             return train_block(job, shard, work, self.vectorise, steps)
         finally:
             if self.device.type == "cpu":

@@ -59,6 +59,6 @@ def _interfere(engine: LocalEngine | WorkerEngine, wanted: Wanted) -> bool:
     """
     if not isinstance(engine, LocalEngine):
         return False
-    touched = clients_interfere(engine, wanted.work.job, wanted.data.test.x[:0], wanted.work.classes)
+    touched = clients_interfere(engine, wanted.work.job, wanted.data.test, wanted.work.classes)
     engine.fixed = True
     return touched

@@ -16,16 +16,17 @@ import platform
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedblur.core.accel_switch import accelerated
 from fedblur.core.cache_files import keep, read_kept
 from fedblur.core.errors import FedBlurError, ModelError
 from fedblur.core.files import cache_folder
 from fedblur.core.rng import Seeded
-from fedblur.data.population import Packed
+from fedblur.data.population import Packed, Samples, made_up
 from fedblur.engines.choice import KINDS, Choice, Kind, choose_engine, rule
 from fedblur.engines.local import suitable_threads
 from fedblur.learning.client import ClientJob
@@ -45,7 +46,7 @@ class Work:
 
     job: ClientJob
     module: nn.Module
-    shape: tuple[int, ...]  # of a sample
+    like: Samples  # held out: the shapes and types of samples
     classes: int
     cohort: float  # expected clients of a round
     rounds: int
@@ -105,10 +106,9 @@ def _seconds(work: Work, device: torch.device, kind: Kind, clients: int) -> floa
     local = replace(work.job.local, steps=min(_STEPS, work.job.local.steps))
     own = 2 * local.batch_size  # samples of each: two full batches of noise
     generator = torch.Generator().manual_seed(0)
-    x = torch.rand((clients * own, *work.shape), generator=generator)
-    y = torch.randint(0, work.classes, (clients * own,), generator=generator)
+    samples = made_up(work.like, clients * own, work.classes, generator)
     sizes = torch.full((clients,), own)
-    population = Packed(x, y, torch.cumsum(sizes, 0) - sizes, sizes, work.classes)
+    population = Packed(samples.x, samples.y, torch.cumsum(sizes, 0) - sizes, sizes, work.classes)
     engine = choose_engine(population, work.module, work.job.layout.total, device, kind, cohort=clients)
     job, ids, took = replace(work.job, local=local), torch.arange(clients), 0.0
     for _ in range(2):
@@ -129,10 +129,18 @@ def _path(work: Work, device: torch.device) -> Path | None:
     about = (
         _FORMAT, torch.__version__, platform.machine(), _machine(device), usable_cores(), repr(work.module),
         job.layout.shapes, job.local.batch_size, job.methods, job.message.bounding, getattr(job.forward, "half", False),
-        work.shape, int(work.cohort).bit_length(), native.wanted(),
+        _shapes(work.like), int(work.cohort).bit_length(), native.wanted(),
     )  # fmt: skip
     key = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
     return None if folder is None else folder / f"engine-{key}.json"
+
+
+def _shapes(like: Samples) -> Any:
+    """Return what a timing depends on: for plain numbers or images their shape alone, as keys always were."""
+    if isinstance(like.x, Tensor) and like.y.dim() == 1 and not like.y.is_floating_point():
+        return tuple(like.x.shape[1:])
+    inputs = like.x if isinstance(like.x, dict) else {"": like.x}
+    return [(name, tuple(x.shape[1:]), x.dtype) for name, x in {**inputs, "target": like.y}.items()]
 
 
 def _machine(device: torch.device) -> str:

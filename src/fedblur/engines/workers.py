@@ -20,9 +20,9 @@ from torch import Tensor
 from fedblur.accel.cpu import return_freed_memory, single_threads, usable_cores
 from fedblur.accel.kernels.cpu_layers import SingleClientLayers
 from fedblur.core.rng import Rng
-from fedblur.data.population import Population, Shard
+from fedblur.data.population import Inputs, Population, Shard, each_input
 from fedblur.learning.batches import Work, plan_work
-from fedblur.learning.client import Block, ClientJob, LocalProgram, join_blocks, one_client, train_alone
+from fedblur.learning.client import Block, ClientJob, join_blocks, one_client, train_alone
 from fedblur.learning.module_function import Forward, ModuleFunction, Params, evaluating
 
 _PLANNED = 256  # clients whose index plans are made together
@@ -78,7 +78,7 @@ class WorkerEngine:
 
 def train_client(job: ClientJob, shard: Shard, work: Work) -> Block:
     """Train one client; `job` and what it yields are channels_last inside."""
-    return train_alone(job, one_client(LocalProgram(job.forward, job.layout, job.local, job.methods)), shard, work)
+    return train_alone(job, one_client(job.program), shard, work)
 
 
 def channels_last(tensor: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def channels_last(tensor: Tensor) -> Tensor:
 def _replicas(job: ClientJob, shard: Shard, count: int) -> tuple[ClientJob, SimpleQueue[Forward]]:
     """Return the job and a forward function for each worker: channels_last if the model can read it."""
     forwards: SimpleQueue[Forward] = SimpleQueue()
-    last = shard.x.dim() == 4 and _reads_channels_last(job, shard)
+    last = isinstance(shard.x, Tensor) and shard.x.dim() == 4 and _reads_channels_last(job, shard.x)
     for _ in range(count):
         own = job.forward.replica() if isinstance(job.forward, ModuleFunction) else job.forward
         forwards.put(_ChannelsLast(own) if last else own)
@@ -108,23 +108,23 @@ class _ChannelsLast:
     def __init__(self, forward: Forward) -> None:
         self.forward = forward
 
-    def __call__(self, theta: Params, x: Tensor) -> Tensor:
+    def __call__(self, theta: Params, x: Inputs) -> Tensor:
         with SingleClientLayers():
-            return self.forward(theta, channels_last(x))
+            return self.forward(theta, each_input(x, channels_last))
 
     @property
     def evaluating(self) -> Forward:
         return _ChannelsLast(evaluating(self.forward))
 
 
-def _reads_channels_last(job: ClientJob, shard: Shard) -> bool:
+def _reads_channels_last(job: ClientJob, x: Tensor) -> bool:
     """Return whether the model runs channels last: one that calls `.view` on a feature map does not."""
     start = {name: channels_last(tensor) for name, tensor in job.start.items()}
     if all(tensor.dim() != 4 for tensor in start.values()):
         return False
     try:
         with torch.no_grad():
-            evaluating(job.forward)(start, channels_last(torch.zeros(1, *shard.x.shape[1:])))
+            evaluating(job.forward)(start, channels_last(torch.zeros(1, *x.shape[1:])))
     except RuntimeError:
         return False
     return True

@@ -35,7 +35,8 @@ from fedblur.data.population import Federation
 from fedblur.engines.distributed import demand_one_process
 from fedblur.experiments.private_search import HALF, Search, candidates, winners_claim
 from fedblur.experiments.recipe import configure
-from fedblur.learning.evaluation import accuracy_by_client
+from fedblur.learning.evaluation import figure_by_client
+from fedblur.learning.metrics import metrics_of
 from fedblur.learning.module_function import Layout, as_function, initial_vector
 from fedblur.privacy.claim import Claim, to_json
 from fedblur.privacy.ledger import Budget, Chain, Ledger, cut_release, randomness_of, read_spends
@@ -199,13 +200,14 @@ class _Trials:
         return score
 
     def score(self, run: Run | None, config: Config, rng: Rng) -> float:
-        """Mean accuracy over validation clients, each counting the same; with noise, a Gaussian release about them.
+        """Mean score over validation clients, each counting the same; with noise, a Gaussian release about them.
 
+        A client's score a_c is its headline figure in [0, 1] (`Metric.score`): of a classifier its accuracy.
         Σ (a_c - ½) moves by at most ½ when a client is added or removed; it is divided by a constant.
 
             a model that gives NaN       its predictions are wrong, whatever the labels are
-            a run that diverged (None)   every accuracy is 0
-            an accuracy beyond [0, 1]    0 or 1; NaN, of a client without samples: 0
+            a run that diverged (None)   every score is 0
+            a score beyond [0, 1]        0 or 1; NaN, of a client without samples: 0
         """
         samples, sizes, noise = self.data.validation, self.data.validation_sizes, self.search.score_noise
         assert samples is not None
@@ -213,7 +215,11 @@ class _Trials:
         each = torch.zeros(len(sizes), dtype=torch.float64)
         if run is not None:
             theta = Layout.of(run.module).unflatten(initial_vector(run.module))
-            each = accuracy_by_client(as_function(run.module), theta, samples, sizes, config.method, config.test_views)
+            metric = metrics_of(config.task, config.metrics)[0]
+            figures = figure_by_client(
+                as_function(run.module), theta, samples, sizes, config.task, metric, config.method, config.test_views
+            )
+            each = torch.tensor([metric.score(figure) for figure in figures.tolist()], dtype=torch.float64)
         each = each.nan_to_num(nan=0.0).clamp(0.0, 1.0)  # whatever was computed: what the noise is sized for
         whole = ((each - HALF) / _STEP).trunc().long().sum()  # each at most ½, and exact from here on
         blur = rounded_gaussian.draw(HALF * noise / _STEP * (1 + 2.0**-50), 1, rng.keystream())[0]
@@ -269,11 +275,13 @@ def tune_on_proxy(
             remove_folder(folder.path)
             _train(trial, folder.path, machine, watch(trial, index))
         summary = folder.read_summary()
-        scores.append(summary.accuracy if summary and summary.complete else 0.0)
+        metric = metrics_of(trial.task, trial.metrics)[0]
+        scores.append(metric.score(summary.headline[1]) if summary and summary.complete else 0.0)
     best = max(range(len(scores)), key=scores.__getitem__)
     run = train(chosen[best], out=out, machine=machine, watch=watch(chosen[best], len(scores)))
     name = trials[0].dataset.part_name
-    results = [{"accuracy": score, "config": to_dict(trial)} for score, trial in zip(scores, trials, strict=True)]
+    key = metric.part_name if metric.part_name == "accuracy" else f"score of {metric.part_name}"
+    results = [{key: score, "config": to_dict(trial)} for score, trial in zip(scores, trials, strict=True)]
     write_atomically(out / "proxy.json", (canonical(results) + "\n").encode())
     words = f"chosen among {len(chosen)} configurations on {name}, which is declared to be public; this cost no privacy"
     record = replace(run.record, privacy=replace(run.record.privacy, tuned="proxy data", tuning=words))

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fedblur.core.rng import Rng
-from fedblur.data.population import Shard
+from fedblur.data.population import Inputs, Shard, tensors_of
 
 _LARGEST = 2**63 - 1
 _CACHED = 2**19  # bytes of samples that are read for several steps at once; more would leave a core's cache
@@ -115,36 +115,48 @@ def _hash(value: Tensor) -> Tensor:
 class Batch(NamedTuple):
     """The input of a step: of one client, or with a leading dimension of clients."""
 
-    inputs: Tensor  # [batch, *shape] as they are stored, 0 at padding: no other client's sample is read
-    labels: Tensor  # [batch], 0 at padding
+    inputs: Inputs  # [batch, *shape] as they are stored, 0 at padding: no other client's sample is read
+    labels: Tensor  # [batch, *target], 0 at padding
     weights: Tensor  # [batch] of each sample's loss, 0 at padding
     rate: Tensor  # [] η, or 0 where all is padding
     descent: Tensor  # [batch] −η·weight
 
 
-def read_batches(x: Tensor, y: Tensor, plan: Tensor, rate: float | None = None) -> Iterator[Batch]:
+def read_batches(x: Inputs, y: Tensor, plan: Tensor, rate: float | None = None) -> Iterator[Batch]:
     """Yield the batches of a plan [..., steps, batch]. With a rate losses are averaged, else summed."""
     plan = plan.movedim(-2, 0).contiguous()  # steps first: what one step reads lies together
     valid, safe = plan >= 0, plan.clamp(min=0)
-    labels = y.index_select(0, safe.flatten()).view(safe.shape)
+    labels = y.index_select(0, safe.flatten()).view(*safe.shape, *y.shape[1:])
     padded = plan.device.type != "cpu" or not bool(valid.all())  # asking a GPU would stop it
     if padded:
-        labels = torch.where(valid, labels, 0)
+        labels = torch.where(valid.view(*valid.shape, *[1] * (y.dim() - 1)), labels, 0)
     weights = valid.float() if rate is None else valid / valid.sum(-1, keepdim=True).clamp(min=1)
     rates = (rate or 0.0) * valid.any(-1).float()
     descents = -(rate or 0.0) * weights
     at_once = 1
     if plan.device.type == "cpu":
-        at_once = max(1, _CACHED // (plan[0].numel() * x[0].numel() * x.element_size()))
+        width = sum(x[0].numel() * x.element_size() for x in tensors_of(x))
+        at_once = max(1, _CACHED // (plan[0].numel() * width))
     for first in range(0, len(plan), at_once):
-        index = safe[first : first + at_once]
-        inputs = x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:])
-        if padded:  # zeros there; eight bytes at a time where they fit, as a GPU is slow on single ones
-            there = valid[first : first + at_once].view(-1, 1)
-            rows = inputs.view(len(there), -1)
-            if rows.shape[1] * rows.element_size() % 8 == 0:
-                inputs = (rows.view(torch.int64) * there).view(inputs.dtype).view(inputs.shape)
-            else:
-                inputs = torch.where(there, rows, 0).view(inputs.shape)
+        index, there = safe[first : first + at_once], valid[first : first + at_once] if padded else None
+        if isinstance(x, Tensor):
+            inputs = _read(x, index, there)
+            for q in range(first, first + len(index)):
+                yield Batch(inputs[q - first], labels[q], weights[q], rates[q], descents[q])
+            continue
+        several = {name: _read(tensor, index, there) for name, tensor in x.items()}
         for q in range(first, first + len(index)):
-            yield Batch(inputs[q - first], labels[q], weights[q], rates[q], descents[q])
+            at = {name: tensor[q - first] for name, tensor in several.items()}
+            yield Batch(at, labels[q], weights[q], rates[q], descents[q])
+
+
+def _read(x: Tensor, index: Tensor, there: Tensor | None) -> Tensor:
+    """Read samples [*index, *shape], zeros where none is there; None: all are."""
+    inputs = x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:])
+    if there is None:
+        return inputs
+    there = there.view(-1, 1)
+    rows = inputs.view(len(there), -1)
+    if rows.shape[1] * rows.element_size() % 8 == 0:  # eight bytes at a time, as a GPU is slow on single ones
+        return (rows.view(torch.int64) * there).view(inputs.dtype).view(inputs.shape)
+    return torch.where(there, rows, 0).view(inputs.shape)

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from fedblur.core.config import LocalTraining
-from fedblur.data.population import Shard, as_input
+from fedblur.data.population import Inputs, Shard, as_input, each_input
 from fedblur.learning.batches import Batch, Work, read_batches
 from fedblur.learning.dropout import SeededDropout
 from fedblur.learning.methods import Gradient, Method
 from fedblur.learning.module_function import Forward, Layout, Params, add, add_to, add_where, evaluating, zeros_for
+from fedblur.learning.tasks import Classification, Task
 from fedblur.privacy.clipping import Bounded, Message
 
 
@@ -35,6 +36,12 @@ class ClientJob:
     methods: tuple[Method, ...]
     clip_norm: float  # S
     message: Message = field(default_factory=Message)  # what of an update is sent
+    task: Task = field(default_factory=Classification)  # whose loss is learned
+
+    @property
+    def program(self) -> LocalProgram:
+        """Return the part of it that does not change from round to round."""
+        return LocalProgram(self.forward, self.layout, self.local, self.methods, task=self.task)
 
 
 class Trained(NamedTuple):
@@ -68,6 +75,7 @@ class LocalProgram:
     local: LocalTraining
     methods: tuple[Method, ...]
     plain: bool = False  # gradients by ordinary autograd: faster for one client, impossible under vmap
+    task: Task = field(default_factory=Classification)
 
     def step(
         self, start: Params, delta: Params, velocity: Params, clip_norm: Tensor | float,
@@ -117,11 +125,12 @@ class LocalProgram:
         """Return the samples as the step sees them; copies lie side by side, so that padding stays at the end."""
         views = math.prod(method.views for method in self.methods)
         if views > 1:
-            inputs, labels, weights, descent = (
-                tensor[:, None].expand(-1, views, *tensor.shape[1:]).flatten(0, 1)
-                for tensor in (batch.inputs, batch.labels, batch.weights, batch.descent)
-            )
-            batch = Batch(inputs, labels, weights / views, batch.rate, descent / views)
+
+            def copies(tensor: Tensor) -> Tensor:
+                return tensor[:, None].expand(-1, views, *tensor.shape[1:]).flatten(0, 1)
+
+            labels, weights, descent = map(copies, (batch.labels, batch.weights, batch.descent))
+            batch = Batch(each_input(batch.inputs, copies), labels, weights / views, batch.rate, descent / views)
         inputs = as_input(batch.inputs)
         for method in self.methods:
             inputs = method.view(inputs, seed, step)
@@ -131,36 +140,35 @@ class LocalProgram:
         self, batch: Batch, weights: Tensor, methods: tuple[Method, ...], seed: Tensor | None, step: Tensor | int,
         theta: Params,
     ) -> Params:  # fmt: skip
-        """Return the gradient of the weighted sum of cross-entropies, by the chain rule from the logits' slope.
+        """Return the gradient of the weighted sum of losses, by the chain rule from the outputs' slope.
 
         Without a seed the model is in evaluation mode.
         """
         forward = self.forward if seed is not None else evaluating(self.forward)
 
-        def logits_of(theta: Params) -> Tensor:
+        def outputs_of(theta: Params) -> Tensor:
             with SeededDropout(seed, step):
-                logits = forward(theta, batch.inputs)
+                outputs = forward(theta, batch.inputs)
             for method in methods:
-                logits = method.adjust(logits, batch.labels, batch.weights > 0)
-            return logits
+                outputs = method.adjust(outputs, batch.labels, batch.weights > 0)
+            return outputs
 
-        def slope_at(logits: Tensor) -> Tensor:
-            """Return ∂(Σ weight·cross-entropy)/∂logits = weight·(softmax − one-hot), [batch, classes]; 0 at padding."""
-            counting = reduce(lambda w, method: method.weigh(logits, batch.labels, w), methods, weights)
-            powers = (logits - logits.amax(-1, keepdim=True)).exp()  # torch's softmax takes twice as long on short rows
-            counting = counting[:, None]
-            shares = powers * (counting / powers.sum(-1, keepdim=True))
-            return shares.scatter_add(-1, batch.labels[:, None], -counting)
+        def slope_at(outputs: Tensor) -> Tensor:
+            """Return ∂(Σ weight·loss)/∂outputs, in the shape of outputs; 0 at padding."""
+            counting = reduce(lambda w, method: method.weigh(outputs, batch.labels, w), methods, weights)
+            return self.task.slope(outputs, batch.labels, counting)
 
-        if self.plain:  # as `torch.func.vjp` does: zeros where a tensor has no part in the logits
+        if self.plain:  # as `torch.func.vjp` does: zeros where a tensor has no part in the outputs
             leaves = {name: tensor.detach().requires_grad_() for name, tensor in theta.items()}
             with torch.enable_grad():
-                logits = logits_of(leaves)
-            slope = slope_at(logits.detach())
-            found = torch.autograd.grad(logits, list(leaves.values()), slope, allow_unused=True, materialize_grads=True)
+                outputs = outputs_of(leaves)
+            slope = slope_at(outputs.detach())
+            found = torch.autograd.grad(
+                outputs, list(leaves.values()), slope, allow_unused=True, materialize_grads=True
+            )
             return dict(zip(leaves, found, strict=True))
-        logits, pull_back, *_ = torch.func.vjp(logits_of, theta)
-        (gradient,) = pull_back(slope_at(logits))
+        outputs, pull_back, *_ = torch.func.vjp(outputs_of, theta)
+        (gradient,) = pull_back(slope_at(outputs))
         return cast(Params, gradient)
 
 
@@ -194,7 +202,7 @@ def batched_score(program: LocalProgram) -> Callable[..., Params]:
 
 def run_steps(
     step: Callable[..., tuple[Params, Params]], local: LocalTraining,
-    start: Params, clip_norm: Tensor, x: Tensor, y: Tensor, plan: Tensor, seeds: Tensor,
+    start: Params, clip_norm: Tensor, x: Inputs, y: Tensor, plan: Tensor, seeds: Tensor,
 ) -> Params:  # fmt: skip
     """Run Q local steps from Δ = 0."""
     delta = {name: zeros_for(tensor, seeds.shape) for name, tensor in start.items()}
@@ -240,11 +248,10 @@ def train_block(job: ClientJob, shard: Shard, work: Work, vectorise: bool, steps
 
     `steps`: a faster way to run all at once (`engines/local.py`).
     """
-    program = LocalProgram(job.forward, job.layout, job.local, job.methods)
     if vectorise:
-        return clip_block(local_update(job, steps or many_clients(program), shard, work), job)
+        return clip_block(local_update(job, steps or many_clients(job.program), shard, work), job)
     rows = zip(work.plan, work.samples, work.seeds, strict=True)
-    return join_blocks([train_alone(job, one_client(program), shard, Work(*row)) for row in rows])
+    return join_blocks([train_alone(job, one_client(job.program), shard, Work(*row)) for row in rows])
 
 
 def train_alone(job: ClientJob, steps: Steps, shard: Shard, work: Work) -> Block:

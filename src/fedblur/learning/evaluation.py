@@ -1,4 +1,4 @@
-"""Accuracy and loss of a model, and whom it serves.
+"""Metrics and loss of a model, and whom it serves.
 
 On data that no client trained on, they are post-processing, free of privacy cost. `fairness` also looks at training
 clients, at their own data: what it finds is `local_only`, as no noise hides any of it.
@@ -6,57 +6,99 @@ clients, at their own data: what it finds is `local_only`, as no noise hides any
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fedblur.data.population import Federation, Population, Samples, Shard, as_input
+from fedblur.data.population import Federation, Population, Samples, Shard, as_input, each_input
 from fedblur.learning.dropout import SeededDropout
 from fedblur.learning.methods import Method
+from fedblur.learning.metrics import Accuracy, Metric
 from fedblur.learning.module_function import Forward, Params, evaluating
+from fedblur.learning.tasks import Classification, Task
 
 MOST_CLIENTS, MOST_SAMPLES = 200, 50  # looked at for fairness: about as many samples as a test set has
 _CHUNK = 1024
 _ALONE = 64  # samples in a batch where a client must not share one with others
 
 
+class Measured(NamedTuple):
+    """The figures of a model on held-out data."""
+
+    figures: dict[str, float]  # by metric; the headline first
+    loss: float  # the mean over samples
+
+
 @torch.no_grad()
-def evaluate(
-    forward: Forward, theta: Params, samples: Samples, methods: tuple[Method, ...] = (), views: int = 1
-) -> tuple[float, float]:
-    """Return (accuracy, mean cross-entropy) over all samples, of the model in evaluation mode.
+def measure(
+    forward: Forward, theta: Params, samples: Samples, task: Task, metrics: Sequence[Metric],
+    methods: tuple[Method, ...] = (), views: int = 1,
+) -> Measured:  # fmt: skip
+    """Return the metrics and the mean loss over all samples, of the model in evaluation mode.
 
     With several views a prediction is the mean of the probabilities for the sample itself and for views - 1 of it as
     the methods disturb it in training; they follow from the sample's place and are the same in every evaluation.
     """
     device = next(iter(theta.values())).device
-    correct = torch.zeros((), dtype=torch.int64, device=device)
     loss = torch.zeros((), dtype=torch.float64, device=device)
-    for logits, y in _predictions(forward, theta, samples, methods, views, _CHUNK):
-        correct += _hits(logits, y).sum()
-        loss += F.cross_entropy(logits, y, reduction="sum").double()
-    return int(correct) / len(samples), float(loss) / len(samples)
+    counted: list[list[Tensor]] = [[] for _ in metrics]
+    for outputs, y in _predictions(forward, theta, samples, task, methods, views, _CHUNK):
+        loss += task.total_loss(outputs, y)
+        for metric, parts in zip(metrics, counted, strict=True):
+            part = metric.count(outputs, y)
+            if metric.keeps_rows or not parts:
+                parts.append(part)
+            else:
+                parts[0] = parts[0] + part
+    figures = {metric.part_name: metric.value(torch.cat(parts)) for metric, parts in zip(metrics, counted, strict=True)}
+    return Measured(figures, float(loss) / len(samples))
 
 
-@torch.no_grad()
+def evaluate(
+    forward: Forward, theta: Params, samples: Samples, methods: tuple[Method, ...] = (), views: int = 1
+) -> tuple[float, float]:
+    """Return (accuracy, mean cross-entropy) of a classifier over all samples, dropout off."""
+    figures, loss = measure(forward, theta, samples, Classification(), (Accuracy(),), methods, views)
+    return figures["accuracy"], loss
+
+
 def accuracy_by_client(
     forward: Forward, theta: Params, samples: Samples, sizes: Tensor, methods: tuple[Method, ...] = (), views: int = 1
 ) -> Tensor:
-    """Return each client's own accuracy, [clients] float64 on the CPU; `sizes` says whose samples follow whose.
+    """Return each client's own accuracy, [clients] float64 on the CPU; NaN without samples (see `figure_by_client`)."""
+    return figure_by_client(forward, theta, samples, sizes, Classification(), Accuracy(), methods, views)
 
-    Formal guarantee: a client's accuracy is a function of its own samples. It has batches to itself, all of one size,
+
+@torch.no_grad()
+def figure_by_client(
+    forward: Forward, theta: Params, samples: Samples, sizes: Tensor, task: Task, metric: Metric,
+    methods: tuple[Method, ...] = (), views: int = 1,
+) -> Tensor:  # fmt: skip
+    """Return each client's own figure, [clients] float64 on the CPU; `sizes` says whose samples follow whose.
+
+    Formal guarantee: a client's figure is a function of its own samples. It has batches to itself, all of one size,
     so no other client can change the rounding of its predictions or how a view disturbs them. NaN without samples.
     """
-    hits = []
-    for x, y in zip(torch.split(samples.x, sizes.tolist()), torch.split(samples.y, sizes.tolist()), strict=True):
-        filled = -(-max(len(y), 1) // _ALONE) * _ALONE - len(y)
-        alone = Samples(torch.cat([x, x.new_zeros(filled, *x.shape[1:])]), torch.cat([y, y.new_full((filled,), -1)]))
-        predictions = _predictions(forward, theta, alone, methods, views, _ALONE)
-        hits.append(sum(int(_hits(logits, label).sum()) for logits, label in predictions))
-    return torch.tensor(hits, dtype=torch.float64) / sizes
+    found, first = [], 0
+    for size in sizes.tolist():
+        own = slice(first, first + size)
+        first += size
+        if not size:
+            found.append(math.nan)
+            continue
+        filled = -(-size // _ALONE) * _ALONE - size
+
+        def alone(x: Tensor, own: slice = own, filled: int = filled) -> Tensor:
+            return torch.cat([x[own], x.new_zeros(filled, *x.shape[1:])])
+
+        padded = Samples(each_input(samples.x, alone), alone(samples.y))
+        chunks = list(_predictions(forward, theta, padded, task, methods, views, _ALONE))
+        outputs, y = (torch.cat(parts)[:size] for parts in zip(*chunks, strict=True))
+        found.append(metric.value(metric.count(outputs, y)))
+    return torch.tensor(found, dtype=torch.float64)
 
 
 @torch.no_grad()
@@ -64,8 +106,8 @@ def accuracy_by_class(
     forward: Forward, theta: Params, samples: Samples, classes: int, methods: tuple[Method, ...] = (), views: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Return (accuracy [classes] float64, samples [classes] int64) on the CPU; NaN where a class has no samples."""
-    predictions = _predictions(forward, theta, samples, methods, views, _CHUNK)
-    hits = torch.cat([_hits(logits, y) for logits, y in predictions]).double().cpu()
+    predictions = _predictions(forward, theta, samples, Classification(), methods, views, _CHUNK)
+    hits = torch.cat([_hits(outputs, y) for outputs, y in predictions]).double().cpu()
     labels = samples.y.cpu()
     counts = torch.bincount(labels, minlength=classes)
     return torch.zeros(classes, dtype=torch.float64).index_add_(0, labels, hits) / counts, counts
@@ -73,9 +115,18 @@ def accuracy_by_class(
 
 def fairness(
     forward: Forward, theta: Params, federation: Federation, held_out: Samples,
-    methods: tuple[Method, ...] = (), views: int = 1,
+    methods: tuple[Method, ...] = (), views: int = 1, task: Task | None = None, metric: Metric | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure accuracy by class on held-out data, and of training clients on their own: simulation only."""
+    """Measure accuracy by class on held-out data, and of training clients on their own: simulation only.
+
+    Of another task than classification: the metric of training clients on their own data.
+    """
+    task, metric = task or Classification(), metric or Accuracy()
+    if not task.classes:
+        samples, sizes = own_samples(federation.train)
+        each = figure_by_client(forward, theta, samples, sizes, task, metric, methods, views)
+        figures = [round(value, 4) if math.isfinite(value) else None for value in each.tolist()]
+        return {"client_figures": figures, "client_metric": metric.part_name, "client_samples": sizes.tolist()}
     shares, counts = accuracy_by_class(forward, theta, held_out, federation.train.classes, methods, views)
     samples, sizes = own_samples(federation.train)
     each = accuracy_by_client(forward, theta, samples, sizes, methods, views)
@@ -95,28 +146,32 @@ def own_samples(population: Population) -> tuple[Samples, Tensor]:
     shard: Shard = population.fetch(ids)
     sizes = shard.sizes.cpu().clamp(max=MOST_SAMPLES)
     within = torch.arange(int(sizes.sum())) - torch.repeat_interleave(torch.cumsum(sizes, 0) - sizes, sizes)
-    index = (torch.repeat_interleave(shard.starts.cpu(), sizes) + within).to(shard.x.device)
-    return Samples(shard.x[index], shard.y[index.to(shard.y.device)]), sizes
+    index = torch.repeat_interleave(shard.starts.cpu(), sizes) + within
+    return Samples(each_input(shard.x, lambda x: x[index.to(x.device)]), shard.y[index.to(shard.y.device)]), sizes
 
 
-def _hits(logits: Tensor, y: Tensor) -> Tensor:
+def _hits(outputs: Tensor, y: Tensor) -> Tensor:
     """Return which predictions are right. NaN is wrong: argmax would take it for the first class."""
-    return (logits.argmax(1) == y) & ~logits.isnan().any(1)
+    return (outputs.argmax(1) == y) & ~outputs.isnan().any(1)
 
 
 def _predictions(
-    forward: Forward, theta: Params, samples: Samples, methods: tuple[Method, ...], views: int, width: int
+    forward: Forward, theta: Params, samples: Samples, task: Task, methods: tuple[Method, ...], views: int, width: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (log-probabilities up to a constant [chunk, classes], labels [chunk]) on the weights' device."""
+    """Yield (outputs [chunk, ...], targets [chunk, ...]) on the weights' device."""
     device, forward = next(iter(theta.values())).device, evaluating(forward)
-    chunks = zip(torch.split(samples.x, width), torch.split(samples.y, width), strict=True)
-    for chunk, (x, y) in enumerate(chunks):
-        seen = [as_input(x.to(device))]
+    for chunk, first in enumerate(range(0, len(samples), width)):
+        part = slice(first, first + width)
+
+        def read(x: Tensor, part: slice = part) -> Tensor:
+            return x[part].to(device)
+
+        seen = [as_input(each_input(samples.x, read))]
         for view in range(1, views):
             inputs = seen[0]
             for method in methods:
                 inputs = method.view(inputs, torch.tensor(chunk, device=device), view)
             seen.append(inputs)
         with SeededDropout(None):
-            chances = torch.stack([F.log_softmax(forward(theta, each), 1) for each in seen])  # [views, chunk, classes]
-        yield torch.logsumexp(chances, 0), y.to(device)
+            outputs = task.merge(torch.stack([forward(theta, each) for each in seen]))
+        yield outputs, samples.y[part].to(device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,9 +22,10 @@ from torch.nn.parameter import is_lazy
 
 from fedblur.core.accel_switch import accelerated
 from fedblur.core.errors import ModelError
+from fedblur.data.population import Inputs, each_input
 
 Params = dict[str, Tensor]
-Forward = Callable[[Params, Tensor], Tensor]  # parameters, inputs -> logits
+Forward = Callable[[Params, Inputs], Tensor]  # parameters, inputs -> outputs
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class ModuleFunction:
         self.module = module
         self.half = half
 
-    def __call__(self, theta: Params, x: Tensor) -> Tensor:
+    def __call__(self, theta: Params, x: Inputs) -> Tensor:
         if not self.half:
             return self._call(theta, x)
         layers: AbstractContextManager[object] = nullcontext()
@@ -94,11 +95,14 @@ class ModuleFunction:
 
             layers = PerClientLayers()
         with layers:
-            return self._call({name: tensor.bfloat16() for name, tensor in theta.items()}, x.bfloat16()).float()
+            halved = {name: tensor.bfloat16() for name, tensor in theta.items()}
+            return self._call(halved, each_input(x, lambda x: x.bfloat16() if x.is_floating_point() else x)).float()
 
-    def _call(self, theta: Params, x: Tensor) -> Tensor:
-        logits: Tensor = functional_call(self.module, theta, (x,))
-        return logits
+    def _call(self, theta: Params, x: Inputs) -> Tensor:
+        # several inputs go by the names of the module's arguments
+        given: tuple[tuple[Tensor, ...], dict[str, Tensor]] = ((), x) if isinstance(x, dict) else ((x,), {})
+        outputs: Tensor = functional_call(self.module, theta, *given)
+        return outputs
 
     def replica(self) -> ModuleFunction:
         """Return the same function for another thread: a call puts its tensors into the module for a moment."""
@@ -150,12 +154,21 @@ def load_vector(module: nn.Module, vector: Tensor) -> None:
             tensor.copy_(value)
 
 
-def check_model(module: nn.Module, shape: tuple[int, ...], classes: int) -> None:
+def check_model(
+    module: nn.Module,
+    shape: tuple[int, ...],
+    classes: int,
+    zeros: Inputs | None = None,
+    outputs: Sequence[tuple[int, ...]] | None = None,
+) -> Tensor:
     """Refuse what cannot be trained privately, or does not fit the data, before anything is spent.
 
     Guarantees for a model that passes: no buffers, no BatchNorm; at least one trainable parameter, all of
     them float32 and finite; logits [batch, classes] for samples of this shape. The module is left as it
-    was.
+    was. Return the outputs of two samples of zeros.
+
+    `zeros`: these two samples, where they are not floats of this shape. `outputs`: the shapes that one sample's output
+    may have, where that is not [classes]; none: any.
     """
     for name, layer in module.named_modules():
         label = f"{name or 'the model'} ({type(layer).__name__})"
@@ -182,11 +195,11 @@ def check_model(module: nn.Module, shape: tuple[int, ...], classes: int) -> None
             raise ModelError(f"parameter {name} has NaN or infinite values: initialise it again")
     modes = [(layer, layer.training) for layer in module.modules()]  # some may be in eval() on purpose
     device = next(module.parameters()).device
-    zeros = torch.zeros(2, *shape, device=device)
+    zeros = torch.zeros(2, *shape) if zeros is None else zeros
     try:
         with torch.no_grad():
             module.eval()
-            output = module(zeros)
+            output = ModuleFunction(module)({}, each_input(zeros, lambda x: x.to(device)))
     except Exception as error:  # whatever a foreign forward raises, the user needs the same one line
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelError(
@@ -197,11 +210,12 @@ def check_model(module: nn.Module, shape: tuple[int, ...], classes: int) -> None
             layer.training = mode
     if not isinstance(output, Tensor):
         raise ModelError(f"the model returns a {type(output).__name__}: it must return one tensor of logits")
-    if tuple(output.shape) != (2, classes):
-        raise ModelError(
-            f"the model's output for 2 samples has shape {tuple(output.shape)}, but classes={classes}: "
-            f"it must be {(2, classes)}"
-        )
+    allowed = [(2, *form) for form in ([(classes,)] if outputs is None else outputs)]
+    if allowed and tuple(output.shape) not in allowed:
+        why = f"classes={classes}: it must be" if (2, classes) in allowed else "the task's targets need"
+        forms = " or ".join(map(str, allowed))
+        raise ModelError(f"the model's output for 2 samples has shape {tuple(output.shape)}, but {why} {forms}")
+    return output
 
 
 def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -79,7 +79,7 @@ def compare(groups: Sequence[Group]) -> list[Line]:
 
 
 def _scores(group: Group) -> list[tuple[int | None, float]]:
-    return [(record.seed, record.summary.accuracy) for record in group.complete if record.summary]
+    return [(record.seed, record.summary.headline[1]) for record in group.complete if record.summary]
 
 
 def versus(first: Group, other: Group) -> Versus | None:

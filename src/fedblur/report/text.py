@@ -45,8 +45,13 @@ def words_of_population(total: PopulationTotal) -> str:
     return f"{line}, {counted(total.runs, 'run')}{more}"
 
 
+def words_of_figure(name: str, value: float) -> str:
+    """Return a metric's figure in words: accuracy in percent, others as numbers."""
+    return f"{100 * value:.2f} %" if name == "accuracy" else f"{value:.4g}"
+
+
 def print_summary(run: Path, summary: RunSummary, console: Console) -> None:
-    """Print accuracy first, then what the privacy claim states, then where everything is."""
+    """Print the headline first, then what the privacy claim states, then where everything is."""
     privacy = summary.privacy
     table = Table(show_header=False, box=None, pad_edge=False)
     clipped, quartiles = (summary.local_only.get(key) for key in ("clipped_share", "teacher_accuracy_quartiles"))
@@ -56,9 +61,10 @@ def print_summary(run: Path, summary: RunSummary, console: Console) -> None:
         ratio = privacy.signal_to_noise
         words = f"{ratio:.2f}" if ratio is not None and math.isfinite(ratio) else "∞"
         noise = f"σ = {privacy.noise_multiplier:.4g}, clip norm {privacy.clip_norm:g}, signal-to-noise R = {words}"
+    metric, figure = summary.headline
     lines = {
         "status": summary.status,
-        "accuracy": f"{100 * summary.accuracy:.2f} % ({summary.evaluated_on} data, final round), "
+        metric: f"{words_of_figure(metric, figure)} ({summary.evaluated_on} data, final round), "
         f"loss {summary.loss:.3f}",
         "privacy": f"ε = {in_short(privacy.epsilon)} at δ = {privacy.delta:.3g} "
         f"({privacy.accountant.upper()}), {privacy.adjacency}",

@@ -10,7 +10,7 @@ from torch import nn
 from fedblur.core.callbacks import Row
 from fedblur.core.config import Config
 from fedblur.core.errors import ConfigError, ModelError
-from fedblur.data.population import Federation, as_input, is_text
+from fedblur.data.population import Federation, as_input, each_input, is_text, one_input
 from fedblur.privacy.accounting import PrivacyPlan
 from fedblur.privacy.planning import signal_to_noise
 from fedblur.training.machine import Machine
@@ -43,7 +43,7 @@ def check_fit(config: Config, data: Federation, named: bool) -> None:
     """Refuse parts that do not fit the samples. `named`: the model is the configuration's, not the user's own."""
     text = is_text(data.test.x)
     if named and text != reads_text(config.model):
-        name, x = config.model.part_name, data.test.x
+        name, x = config.model.part_name, one_input(data.test.x, f"model {config.model.part_name!r}")
         if text:
             raise ModelError(f'model {name!r} reads numbers, but {data.name} is text; set model = "char_mlp"')
         if not (x.dtype == torch.float32 and bool((x == x.round()).all()) and 0 <= float(x.min()) <= float(x.max())):
@@ -61,7 +61,7 @@ def check_fit(config: Config, data: Federation, named: bool) -> None:
             )
         return
     for method in config.method:  # on two samples, so that a round is not where a misfit shows
-        method.view(as_input(data.test.x[:2]), torch.tensor(0), 0)
+        method.view(as_input(each_input(data.test.x, lambda x: x[:2])), torch.tensor(0), 0)
 
 
 def reads_text(model: object) -> bool:

@@ -24,7 +24,7 @@ from fedblur.data.population import Federation
 from fedblur.engines import suitable_threads
 from fedblur.engines.cohort_sum import Connect
 from fedblur.engines.distributed import Ranks, demand_one_process, together
-from fedblur.learning.evaluation import evaluate, fairness
+from fedblur.learning.evaluation import Measured, fairness, measure
 from fedblur.learning.module_function import initial_vector, load_vector
 from fedblur.privacy.claim import to_json
 from fedblur.training.checkpoint import Checkpoint, save_checkpoint
@@ -44,18 +44,25 @@ class Run:
     """A run that ended."""
 
     path: Path  # its folder
-    record: RunSummary  # its summary: accuracy, the privacy claim
+    record: RunSummary  # its summary: metrics, the privacy claim
     module: nn.Module  # with the trained weights
     rounds: list[Row]  # what each round reported
 
     @property
     def accuracy(self) -> float:
-        """The accuracy of the final round, never of the best one."""
+        """The accuracy of the final round, never of the best one. Other metrics are in `metrics`."""
+        if self.record.accuracy is None:
+            raise RunError(f"this run measured {', '.join(self.metrics)}, not accuracy: read run.metrics")
         return self.record.accuracy
 
     @property
+    def metrics(self) -> dict[str, float]:
+        """Every metric of the final round, the headline first."""
+        return self.record.metrics
+
+    @property
     def loss(self) -> float:
-        """Mean cross-entropy of the final round, in nats."""
+        """The mean loss of the final round; of a classifier its cross-entropy in nats."""
         return self.record.loss
 
     @property
@@ -211,28 +218,38 @@ def run_loop(
 
 def _row(setup: Setup, state: ServerState, local_only: dict[str, Any], began: float) -> Row:
     config = setup.config
-    epsilon = accuracy = loss = None
+    epsilon = measured = None
     if state.round % config.eval_rounds() == 0 or state.round in (1, config.rounds):
         # A private run paid twice for repeated rounds; a seeded one repeats the same releases.
         ledger, plan = setup.protocol.ledger, setup.protocol.plan
         epsilon = ledger.epsilon() if setup.rng.private else plan.epsilon(state.round)
-        accuracy, loss = measure(setup, published(state, config.averaging))
+        measured = held_out_figures(setup, published(state, config.averaging))
+    figures: dict[str, Any] = {}
+    names = [metric.part_name for metric in setup.metrics]
+    if "accuracy" in names:
+        figures["accuracy"] = measured and measured.figures["accuracy"]
+    if names != ["accuracy"]:
+        figures["figures"] = measured and measured.figures
     row: Row = {
-        "round": state.round, "epsilon": epsilon, "accuracy": accuracy, "loss": loss,
+        "round": state.round, "epsilon": epsilon, **figures, "loss": measured and measured.loss,  # type: ignore[typeddict-item]
         "seconds": round(time.perf_counter() - began, 4), "local_only": local_only,
     }  # fmt: skip
     if state.round == config.rounds and not setup.federation.remote:  # whose clients' data stay on their own machines
         model = setup.protocol.layout.unflatten(published(state, config.averaging))
         row["local_only"] |= fairness(
-            setup.protocol.forward, model, setup.federation, setup.held_out, config.method, config.test_views
-        )
+            setup.protocol.forward, model, setup.federation, setup.held_out, config.method, config.test_views,
+            setup.protocol.task, setup.metrics[0],
+        )  # fmt: skip
     return row
 
 
-def measure(setup: Setup, vector: Tensor) -> tuple[float, float]:
-    """Measure accuracy and loss of a model on held-out data."""
-    config, model = setup.config, setup.protocol.layout.unflatten(vector)
-    return evaluate(setup.protocol.forward, model, setup.held_out, config.method, config.test_views)
+def held_out_figures(setup: Setup, vector: Tensor) -> Measured:
+    """Measure metrics and loss of a model on held-out data."""
+    config, protocol = setup.config, setup.protocol
+    return measure(
+        protocol.forward, protocol.layout.unflatten(vector), setup.held_out, protocol.task, setup.metrics,
+        config.method, config.test_views,
+    )  # fmt: skip
 
 
 def _finish(folder: RunFolder, setup: Setup, state: ServerState, rows: list[Row]) -> Run:
@@ -246,7 +263,7 @@ def _finish(folder: RunFolder, setup: Setup, state: ServerState, rows: list[Row]
         round_, vector = folder.model_round(), layout.flatten(folder.read_model()).to(vector.device)
     if state.round == setup.config.rounds:
         setup.protocol.ledger.settle()
-    record = summarise(setup, state, round_, rows, *measure(setup, vector))
+    record = summarise(setup, state, round_, rows, held_out_figures(setup, vector))
     folder.write_summary(record)
     load_vector(setup.module, vector.to(setup.initial.device))
     return Run(folder.path, record, setup.module.eval(), rows)

@@ -8,17 +8,19 @@ Everything up to the noisy sum stays inside the trusted boundary; only the noisy
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fedblur.core.config import LocalTraining
 from fedblur.core.errors import RoundAborted
 from fedblur.core.rng import Rng
-from fedblur.engines import CohortSum, Task
+from fedblur.engines import CohortSum
+from fedblur.engines import Task as RoundTask
 from fedblur.engines.cohort_sum import Diagnostics
 from fedblur.learning.client import ClientJob
 from fedblur.learning.methods import Method
 from fedblur.learning.module_function import Forward, Layout
+from fedblur.learning.tasks import Classification, Task
 from fedblur.privacy.accounting import PrivacyPlan
 from fedblur.privacy.clipping import Bounding, Message
 from fedblur.privacy.ledger import Payment, Spending
@@ -49,6 +51,7 @@ class Protocol:
     clipping: Adaptive | None = None
     mask: Mask | None = None
     denoise: Denoise | None = None
+    task: Task = field(default_factory=Classification)
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def run_round(protocol: Protocol, state: ServerState, rng: Rng) -> RoundResult:
     noise = protocol.mechanism.draw(release, rng)  # beside the clients' training: it depends on no data
     payment = Payment(protocol.ledger, round_, event, replay=not rng.private)
     try:
-        total, seen = protocol.sums.total(Task(job, protocol.mechanism, release, cohort, payment.settle), rng)
+        total, seen = protocol.sums.total(RoundTask(job, protocol.mechanism, release, cohort, payment.settle), rng)
     except RoundAborted as reason:  # paid for as if it had been released, and not repeated: cohorts stay Poisson
         payment.settle()
         nothing = Diagnostics(job.message.vector_width(protocol.layout.total), job.clip_norm)
@@ -106,4 +109,6 @@ def client_job(protocol: Protocol, state: ServerState) -> ClientJob:
             clip_norm, protocol.plan.noise_multiplier, protocol.plan.expected_cohort
         )
     message = Message(protocol.bounding, support, bit_weight)
-    return ClientJob(protocol.forward, protocol.layout, start, protocol.local, protocol.methods, clip_norm, message)
+    return ClientJob(
+        protocol.forward, protocol.layout, start, protocol.local, protocol.methods, clip_norm, message, protocol.task
+    )

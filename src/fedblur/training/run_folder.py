@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from fedblur.core.callbacks import RUN_ENDED, Row
+from fedblur.core.callbacks import RUN_ENDED, Row, figures_of
 from fedblur.core.config import Config, canonical, differences
 from fedblur.core.errors import ConfigError, RunError
 from fedblur.core.files import (
@@ -72,7 +72,7 @@ class RunSummary:
 
     status: str  # "complete", or how far it got
     rounds: int
-    accuracy: float
+    accuracy: float | None  # of a classifier
     loss: float
     accuracy_last_10_evaluations: float | None
     evaluated_on: str
@@ -86,12 +86,25 @@ class RunSummary:
     versions: dict[str, str]
     sent_coordinates: int | None = None  # k, of a round's release
     machine: str | None = None
+    task: str | None = None  # where it is not classification
+    figures: dict[str, float] | None = None  # every metric, the headline first, where they are not accuracy alone
+    figures_last_10_evaluations: dict[str, float] | None = None
 
     def __post_init__(self) -> None:
         for name, value in self.local_only.items():
             numbers = value if isinstance(value, list) else [value]
             if not all(number is None or isinstance(number, int | float) for number in numbers):
                 raise ValueError(f"local_only.{name} must be a number or a list of numbers")
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return every metric, the headline first."""
+        return figures_of({"figures": self.figures, "accuracy": self.accuracy})
+
+    @property
+    def headline(self) -> tuple[str, float]:
+        """Return the first metric's name and figure: what the run is judged by."""
+        return next(iter(self.metrics.items()))
 
     @property
     def complete(self) -> bool:
@@ -363,9 +376,13 @@ def _made(round_: int) -> dict[str, str]:
 def _is_row(row: Mapping[str, Any]) -> bool:
     """Return whether a line of rounds.jsonl has the form of a row."""
     numbers = [row.get(key) for key in ("epsilon", "accuracy", "loss", "seconds", "rounds")]
+    figures = row.get("figures")
+    if figures is not None:
+        numbers += list(figures.values()) if isinstance(figures, dict) else [figures]
     return (
         type(row.get("round")) is int
-        and "accuracy" in row
+        and ("accuracy" in row or "figures" in row)
+        and not isinstance(figures, int | float | str | list)
         and all(
             value is None or (isinstance(value, int | float) and value is not True and value == value)
             for value in numbers

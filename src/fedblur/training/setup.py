@@ -24,6 +24,7 @@ from fedblur.engines.distributed import ForeignLedger
 from fedblur.engines.simulate import simulate
 from fedblur.engines.timing import Work
 from fedblur.learning.client import ClientJob
+from fedblur.learning.metrics import Metric, metrics_of
 from fedblur.learning.models import make_model
 from fedblur.learning.models.fixed_features import computed_ahead
 from fedblur.learning.module_function import Layout, ModuleFunction, as_function, check_model, copied, initial_vector
@@ -49,8 +50,13 @@ class Setup:
     initial: Tensor  # w^0, [d]
     protocol: Protocol
     rng: Rng
-    held_out: Samples  # what accuracy is measured on: validation clients or test data, never both
+    held_out: Samples  # what metrics are measured on: validation clients or test data, never both
     source: Source  # of the cohorts' sums
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """Return what is measured, the headline first."""
+        return metrics_of(self.protocol.task, self.config.metrics)
 
     @property
     def header(self) -> str:
@@ -106,8 +112,8 @@ def prepare(
     if named and all(tensor.requires_grad for tensor in module.parameters()):  # frozen ones differ with the seed
         forward = _forward(config.model, shape, classes, half, device)
     start, message = layout.unflatten(initial), Message(config.bounding)
-    job = ClientJob(forward, layout, start, config.local, config.method, config.clip_norm, message)
-    work = Work(job, trained, shape, classes, plan.expected_cohort, config.rounds)
+    job = ClientJob(forward, layout, start, config.local, config.method, config.clip_norm, message, config.task)
+    work = Work(job, trained, data.test, classes, plan.expected_cohort, config.rounds)
     private = rng.private and plan.noise_multiplier > 0
     mechanism = mechanism_for(config, plan.sampler, layout.total)
     source = connect(Wanted(work, data, plan, device, "bf16" if half else "fp32", private, machine.engine))
@@ -127,6 +133,7 @@ def prepare(
         clipping=config.clipping,
         mask=config.mask,
         denoise=config.denoise,
+        task=config.task,
     )
     return Setup(config, data, module, initial, protocol, rng, held_out(config, data), source)
 

@@ -8,11 +8,13 @@ from dataclasses import replace
 
 import torch
 
-from fedblur.core.callbacks import Row
+from fedblur.core.callbacks import Row, figures_of
 from fedblur.core.config import Config, canonical
 from fedblur.core.plugins import loaded
 from fedblur.core.registry import describe
 from fedblur.core.version import version
+from fedblur.learning.evaluation import Measured
+from fedblur.learning.metrics import metrics_of
 from fedblur.privacy.claim import Claim, why_not_private
 from fedblur.privacy.planning import signal_to_noise
 from fedblur.training.round import Protocol
@@ -21,9 +23,7 @@ from fedblur.training.server import ServerState
 from fedblur.training.setup import Setup
 
 
-def summarise(
-    setup: Setup, state: ServerState, round_: int, rows: list[Row], accuracy: float, loss: float
-) -> RunSummary:
+def summarise(setup: Setup, state: ServerState, round_: int, rows: list[Row], measured: Measured) -> RunSummary:
     """Return the summary of a run that ended at this state, with the model of this round."""
     config, protocol = setup.config, setup.protocol
     clipped = [share for row in rows if (share := row.get("local_only", {}).get("clipped_share")) is not None]
@@ -31,9 +31,12 @@ def summarise(
     return RunSummary(
         status="complete" if done else f"stopped after {round_} of {config.rounds} rounds",
         rounds=round_,
-        accuracy=accuracy,
-        loss=loss,
+        accuracy=measured.figures.get("accuracy"),
+        loss=measured.loss,
         accuracy_last_10_evaluations=mean_of_last_10(rows),
+        task=None if protocol.task.classes else protocol.task.part_name,
+        figures=None if list(measured.figures) == ["accuracy"] else measured.figures,
+        figures_last_10_evaluations=means_of_last_10(rows) if any("figures" in row for row in rows) else None,
         evaluated_on=evaluated_on(config),
         data=setup.federation.name,
         data_note=setup.federation.note,
@@ -96,19 +99,25 @@ def clipping_rule(protocol: Protocol) -> str:
 
 
 def evaluated_on(config: Config) -> str:
-    """Say which data accuracy is of, and how often each sample was looked at."""
+    """Say which data the metrics are of, and how often each sample was looked at."""
     return config.evaluate if config.test_views == 1 else f"{config.test_views} views of each of the {config.evaluate}"
 
 
 def untuned(config: Config) -> str:
     """Say that nothing is known about how the settings were chosen."""
-    return f"Settings chosen before this run are not accounted; accuracy was measured on {evaluated_on(config)} data"
+    headline = metrics_of(config.task, config.metrics)[0].part_name
+    return f"Settings chosen before this run are not accounted; {headline} was measured on {evaluated_on(config)} data"
 
 
 def mean_of_last_10(rows: Sequence[Row]) -> float | None:
     """Return the mean accuracy of the last ten evaluations; None where there was none."""
-    measured = [row["accuracy"] for row in rows if row["accuracy"] is not None][-10:]
-    return sum(measured) / len(measured) if measured else None
+    return means_of_last_10(rows).get("accuracy")
+
+
+def means_of_last_10(rows: Sequence[Row]) -> dict[str, float]:
+    """Return the mean of each metric over the last ten evaluations; none where there was none."""
+    measured = [figures for row in rows if (figures := figures_of(row))][-10:]
+    return {name: sum(each[name] for each in measured) / len(measured) for name in (measured[-1] if measured else {})}
 
 
 def versions() -> dict[str, str]:

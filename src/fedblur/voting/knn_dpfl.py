@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedblur.core.registry import register
 from fedblur.core.rng import Rng
-from fedblur.data.population import Population, as_input
+from fedblur.data.population import Population, as_input, one_input
 from fedblur.voting.base import Booth, Electorate, Voting
 
 _KERNEL, _CELLS = 5, 6  # the filters' side, and the side of the grid that their responses are averaged over
@@ -53,12 +53,12 @@ class Neighbours:
 
     def votes(self, ids: Tensor, x: Tensor, rng: Rng) -> Tensor:
         shard = self.population.fetch(ids)
-        asked = features(x, self.filters)
+        asked, stored = features(x, self.filters), one_input(shard.x, "knn-dpfl")
         each = []
         for start, size in zip(shard.starts.tolist(), shard.sizes.tolist(), strict=True):
             own = slice(start, start + size)
             # both have length 1: the largest product is the smallest distance
-            likeness = asked @ features(shard.x[own], self.filters).T  # [samples, own samples]
+            likeness = asked @ features(stored[own], self.filters).T  # [samples, own samples]
             nearest = likeness.topk(min(self.neighbours, size), dim=1).indices
             each.append(F.one_hot(shard.y[own][nearest], self.population.classes).double().mean(1))
         return torch.stack(each)

@@ -18,7 +18,7 @@ from fedblur.core.config import Config
 from fedblur.core.errors import RunError, TimeIsUp
 from fedblur.core.files import make_folder, remove, remove_folder
 from fedblur.core.rng import Seeded
-from fedblur.data.population import Federation
+from fedblur.data.population import Federation, one_input
 from fedblur.data.roles import ROLES
 from fedblur.engines import suitable_threads
 from fedblur.learning.evaluation import evaluate, fairness
@@ -104,7 +104,8 @@ class _ElectionRun:
         pool, held_out, voters = election.pool, election.held_out, len(election.pool.voters)
         lots = Seeded.root(election.config.data_seed).child("voting", "measured").numpy()
         measured = torch.from_numpy(lots.permutation(len(held_out))[:_MEASURED])
-        asked = torch.cat([pool.x[: pool.asked].to(election.device), held_out.x[measured].to(election.device)])
+        held = one_input(held_out.x, "a voting protocol")
+        asked = torch.cat([pool.x[: pool.asked].to(election.device), held[measured].to(election.device)])
         truth = held_out.y[measured].to(election.device)
         tally, labels = Tally.empty(pool.asked, election.federation.train.classes, election.device), None
         if has_checkpoint(self.local_only):  # the folder alone says nothing: a kill may come before its first file

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fedblur.core.config import Config
 from fedblur.core.errors import ConfigError
 from fedblur.core.rng import Rng, Seeded, make_rng
-from fedblur.data.population import Federation, Population, Samples
+from fedblur.data.population import Federation, Population, Samples, one_input
 from fedblur.learning.module_function import Forward, Layout, as_function
 from fedblur.privacy.accounting import PrivacyPlan
 from fedblur.privacy.events import Votes
@@ -116,7 +116,8 @@ def reserve(population: Population, settings: Voting, seed: int) -> Pool:
     ends = torch.cumsum(shard.sizes, 0)
     within = torch.arange(int(shard.sizes.sum())) - torch.repeat_interleave(ends - shard.sizes, shard.sizes)
     index = torch.repeat_interleave(shard.starts, shard.sizes) + within
-    x = shard.x[index.to(shard.x.device)]  # without their labels
+    stored = one_input(shard.x, "a voting protocol")
+    x = stored[index.to(stored.device)]  # without their labels
     x = x[torch.from_numpy(lots.child("queries").numpy().permutation(len(x))).to(x.device)]
     voters = torch.sort(order[count:]).values
     by_size = torch.argsort(population.fetch(voters).sizes, stable=True)

@@ -27,7 +27,7 @@ from torch import Tensor
 from fedblur.core.config import Config
 from fedblur.core.errors import ConfigError
 from fedblur.core.rng import Seeded
-from fedblur.data.population import Federation, Packed, Samples
+from fedblur.data.population import Federation, Packed, Samples, each_input, made_up
 from fedblur.engines import suitable_threads
 from fedblur.experiments.audit.laws import Check, holds
 from fedblur.privacy.mechanisms.base import Release
@@ -130,13 +130,8 @@ def _crowds(config: Config, like: Federation) -> Iterator[Crowd]:
 def _packed(like: Federation, sizes: list[int]) -> Packed:
     """Draw random samples of the kind that the data set has."""
     lots, total, classes = torch.Generator().manual_seed(0), sum(sizes), like.train.classes
-    shape, kind = (total, *like.test.x.shape[1:]), like.test.x.dtype
-    if kind == torch.float32:
-        x = torch.randn(shape, generator=lots)
-    else:
-        x = torch.randint(0, 256 if kind == torch.uint8 else classes, shape, generator=lots).to(kind)
-    y, counts = torch.randint(0, classes, (total,), generator=lots), torch.tensor(sizes)
-    return Packed(x, y, torch.cumsum(counts, 0) - counts, counts, classes)
+    samples, counts = made_up(like.test, total, classes, lots), torch.tensor(sizes)
+    return Packed(samples.x, samples.y, torch.cumsum(counts, 0) - counts, counts, classes)
 
 
 def _copies(setup: Setup, crowd: Crowd) -> Crowd:
@@ -161,5 +156,7 @@ def _prepared(config: Config, crowd: Crowd, machine: Machine, folder: Path) -> S
         epsilon=None, noise_multiplier=1.0, delta=1e-3, accountant="rdp", seed=0,
     )  # fmt: skip
     people = crowd.population
-    own = Federation("a crowd", people, None, 0, Samples(people.x[:10], people.y[:10]), public=True)
+    own = Federation(
+        "a crowd", people, None, 0, Samples(each_input(people.x, lambda x: x[:10]), people.y[:10]), public=True
+    )
     return prepare(plain, folder / f"{crowd.name}.jsonl", machine, own)

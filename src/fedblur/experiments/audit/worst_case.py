@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from fedblur.core.config import Config
 from fedblur.core.errors import ConfigError
 from fedblur.core.rng import Rng
-from fedblur.data.population import Federation, Packed, Samples
+from fedblur.data.population import Federation, Packed, Samples, each_input
 from fedblur.engines import Simulated, suitable_threads
 from fedblur.experiments.audit.estimate import Values, lower_bound
 from fedblur.experiments.audit.laws import Check, CohortLog, NoiseLog, messages_fit
@@ -399,7 +399,7 @@ def directions_of(setup: Setup) -> Tensor:
 
 
 def prepared(config: Config, folder: Path, machine: Machine, module: nn.Module, population: Packed) -> Setup:
-    test = Samples(population.x[:1], population.y[:1])
+    test = Samples(each_input(population.x, lambda x: x[:1]), population.y[:1])
     federation = Federation("a worst case", population, None, 0, test, public=True)
     plain = replace(config, population=None, clients=None, evaluate="test", test_views=1)
     return prepare(plain, folder / f"setup-{population.clients}.jsonl", machine, federation, module)

@@ -19,6 +19,7 @@ from torch import Tensor
 from fedblur.core.errors import ConfigError
 from fedblur.core.hashing import hash32
 from fedblur.core.registry import register
+from fedblur.data.population import Inputs
 from fedblur.learning.methods.base import Method
 
 _STREAM = 0x3C6EF372  # keeps a step's views apart from its dropout masks
@@ -49,7 +50,9 @@ class Augment(Method):
         if self.views < 1:
             raise ConfigError(f"method.augment.views={self.views} must be at least 1")
 
-    def view(self, inputs: Tensor, seed: Tensor, step: Tensor | int) -> Tensor:
+    def view(self, inputs: Inputs, seed: Tensor, step: Tensor | int) -> Tensor:
+        if isinstance(inputs, dict):
+            raise ConfigError(f"method 'augment' moves images, but samples have inputs {', '.join(inputs)}; drop it")
         if inputs.dim() != 4:
             raise ConfigError(f"method 'augment' moves images, but samples have shape {[*inputs.shape[1:]]}; drop it")
         draws = _Draws(inputs.shape[0], seed, step)

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from fedblur.core.errors import ConfigError
 from fedblur.core.registry import declare_base
+from fedblur.data.population import Inputs
 from fedblur.learning.module_function import Layout, Params
 
 if TYPE_CHECKING:
     from fedblur.core.config import LocalTraining
+    from fedblur.learning.tasks import Task
 
 Gradient = Callable[[Params], Params]
 ClipNorm = Tensor | float  # a tensor in compiled code, which would otherwise be compiled again for every value
 Score = Literal["none", "full", "last"]
 # Every other hook changes local steps. A hook that is missing here costs a compilation, never its effect.
-_OUTSIDE_STEPS = {"score_batch", "shape_update", "check", "steers_steps", "bends_gradient"}
+_OUTSIDE_STEPS = {"score_batch", "shape_update", "check", "check_task", "steers_steps", "bends_gradient"}
 
 
 class Method:
     """Hooks of local training; each does nothing unless a part overrides it."""
+
+    part_name: ClassVar[str]
 
     @property
     def score_batch(self) -> Score:
@@ -48,7 +53,16 @@ class Method:
     def check(self, local: LocalTraining) -> None:
         """Refuse settings that do not fit the local training."""
 
-    def view(self, inputs: Tensor, seed: Tensor, step: Tensor | int) -> Tensor:
+    def check_task(self, task: Task) -> None:
+        """Refuse a task that the method is not about. One that reads logits needs classes."""
+        reads_logits = type(self).adjust is not Method.adjust or type(self).weigh is not Method.weigh
+        if reads_logits and not task.classes:
+            raise ConfigError(
+                f"method {self.part_name!r} reads the logits of classes, which task {task.part_name!r} does not have; "
+                "drop one of them"
+            )
+
+    def view(self, inputs: Inputs, seed: Tensor, step: Tensor | int) -> Inputs:
         """Return a step's inputs [rows, *shape], perhaps disturbed: row i by (seed, step, i) and nothing else."""
         return inputs
 

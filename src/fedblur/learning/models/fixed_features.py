@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fedblur.core.accel_switch import accelerated
-from fedblur.data.population import Federation, Packed, as_input
+from fedblur.data.population import Federation, Packed, as_input, one_input
 from fedblur.learning.methods import Method
 
 _AT_ONCE = 256  # samples
@@ -77,7 +77,8 @@ def computed_ahead(
     if any(method.views > 1 or type(method).view is not Method.view for method in methods):  # samples are altered
         return module, data
     if module.key not in data.features:
-        parts = [data.train.x, data.test.x, *([] if data.validation is None else [data.validation.x])]
+        given = [data.train.x, data.test.x, *([] if data.validation is None else [data.validation.x])]
+        parts = [one_input(x, "this model's fixed front") for x in given]
         progress = _Progress(sum(map(len, parts)), tell)
         front = module.front.to(device)
         train, test, *validation = (_features(front, x, device, progress) for x in parts)
