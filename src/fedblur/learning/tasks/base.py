@@ -24,7 +24,7 @@ Shape = tuple[int, ...]
 
 
 class Task:
-    """A kind of learning. `loss` is all that a task must have; outputs and targets have a leading dimension of samples."""
+    """A kind of learning, of which `loss` is all that it must have. Row i of outputs and targets is sample i."""
 
     part_name: ClassVar[str]
     metrics: ClassVar[tuple[str, ...]] = ()
