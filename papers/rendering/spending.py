@@ -12,7 +12,7 @@ from papers.rendering.words import grid, listed, minutes, number, symbol
 
 def spent_seconds(document: Document) -> float:
     """Return the seconds of all results on a GPU, each once."""
-    return sum(float(result["seconds"]) for result in document.own_results() if _on_gpu(result))
+    return sum(float(result["seconds"] or 0.0) for result in document.own_results() if _on_gpu(result))
 
 
 def _on_gpu(result: Result) -> bool:

@@ -14,10 +14,11 @@ from fedblur.cli.app import app
 from fedblur.core.errors import RunError
 from fedblur.core.files import demand_digest, with_digest
 from fedblur.experiments import table as experiments
-from fedblur.experiments.result_store import Results, pack, read_results
-from fedblur.experiments.table import TimeLimit, pending, run_cells
+from fedblur.experiments.result_store import Results, make_result, pack, read_results
+from fedblur.experiments.table import TimeLimit, aggregate, pending, run_cells
 from fedblur.experiments.table_spec import read_spec
 from fedblur.training.machine import Machine
+from fedblur.training.run_folder import RunFolder
 
 SPEC = """
 title = "one"
@@ -73,6 +74,38 @@ def test_results__are_shared_by_tables_and_carry_what_a_reader_needs(tmp_path: P
     assert len(one["norms"][0]["norm_quantiles"]) == 5
     second = read_spec(_write(tmp_path, "b.toml", SPEC.replace('label = "BLUR"', 'label = "other name"')))
     assert not pending([second], Results(tmp_path / "kept").found)
+
+
+def test_results__that_are_shared_hold_nothing_that_is_local_only(tmp_path: Path) -> None:
+    """Whatever a run's diagnostics are, a table's own file and the packed one have the same bytes."""
+    spec = read_spec(_write(tmp_path, "a.toml", SPEC)).only(["BLUR | epsilon=8"])
+    _run(tmp_path / "a.toml", "--only", "BLUR | epsilon=8")
+    (cell,) = spec.cells
+    run = RunFolder(tmp_path / "runs/cells" / cell.key)
+    summary, rows = json.loads(run.summary.read_text()), run.read_rounds()
+    assert summary["local_only"]["clipped_share"] is not None
+    changed = [
+        {**row, "seconds": 7.0, "local_only": {"clipped_share": 0.123, "norm_quantiles": [9.0] * 5, "cohort": 77}}
+        for row in rows
+    ]
+    other = {**summary, "local_only": {"clipped_share": 0.123}, "seconds": 7.0}
+    written = []
+    for name, summary_, rows_ in (("one", summary, rows), ("two", other, changed)):
+        store = Results(tmp_path / name)
+        kept = store.write(cell.key, make_result({"cell": cell.name, "table": "a"}, cell.config, summary_, rows_))
+        assert kept["norms"]  # seeded: known to this process, and on this machine
+        private = tmp_path / f"{name}-local-only"
+        assert all(path.stat().st_mode & 0o077 == 0 for path in (private, *private.iterdir()))
+        assert Results(tmp_path / name).found == store.found
+        plain = (tmp_path / name / f"{cell.key}.json").read_bytes()
+        (packed,) = pack(tmp_path / name)
+        written.append((plain, packed.read_bytes()))
+        (shared,) = read_results(packed)
+        assert not {"local_only", "norms", "seconds"} & shared.keys()
+    assert written[0] == written[1]
+    shutil.rmtree(tmp_path / "one-local-only")  # as on the machine of someone who was given the results
+    assert Results(tmp_path / "one").found[cell.key]["norms"] == []
+    assert aggregate(spec, Results(tmp_path / "one").found)[0].clipped is None
 
 
 def test_results__keep_the_title_and_the_order_of_rows_and_axes(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 from scipy import stats
 
 from fedblur.report.comparison import Versus, compare
+from fedblur.report.measures import ACCURACY
 from fedblur.report.records import Group, Record
 from tests.worlds import record_of_a_run
 
@@ -69,7 +70,7 @@ def test_compare__few_seeds_are_called_few_and_a_missing_difference_is_not_equal
 
 
 def test_compare__several_comparisons_share_the_level() -> None:
-    found = Versus("a", 10, True, 1.0, 0.1, 1.9, 0.03)
+    found = Versus("a", 10, True, 1.0, 0.4, 0.1, 1.9, 0.03, ACCURACY)
     assert found.words(1).startswith("differs;")
     assert found.words(2).startswith("no difference shown")
 

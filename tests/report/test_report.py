@@ -15,7 +15,7 @@ import pytest
 
 from fedblur.experiments.result_store import pack
 from fedblur.report.dashboard import LOCAL_ONLY, make_report, render
-from fedblur.report.records import find_records
+from fedblur.report.records import find_records, not_begun
 from fedblur.training.run_folder import RunFolder
 from tests.commandline import invoke
 from tests.report.drawing import axis_titles, charts, collisions, points, tips
@@ -176,10 +176,41 @@ def test_report__of_a_table_keeps_its_title_and_the_order_of_rows_and_axes(tmp_p
     ]  # fmt: skip
 
 
+def test_report__of_a_table_draws_its_metric_over_epsilon_and_counts_what_is_left(tmp_path: Path) -> None:
+    spec = tmp_path / "budgets.toml"
+    rows = 'label = "a"\n[[rows]]\nlabel = "b"\nclip_norm = 0.5\n'
+    rows += '[[rows]]\nlabel = "no noise"\nepsilon = inf\naxes = { seed = [0] }\n'
+    base = 'title = "Budgets"\nresults = "kept"\n[base]\nrounds = 2\nclients = 40\n'
+    spec.write_text(f"{base}[axes]\nepsilon = [2, 8]\nseed = [0, 1]\n[[rows]]\n{rows}")
+    out = tmp_path / "out"
+    invoke("table", spec, "--out", out, "--quiet", "--only", "a |")
+    records, waiting = find_records([out]), not_begun([out])
+    assert [record.label for record in records] == ["a"] * 4  # though its results lie elsewhere
+    assert len(waiting) == 5
+    report = make_report(records, waiting=waiting.values())
+    assert (report.title, report.status) == ("Budgets", "4 of 9 cells done, round 8 of 18")
+    assert report.progress == (8, 18)
+    assert '<progress value="8" max="18"' in render(report)
+    invoke("table", spec, "--out", out, "--quiet")
+    pack(tmp_path / "kept")
+    assert not not_begun([out])
+    report = make_report(find_records([out]))
+    assert (report.status, report.progress) == ("Complete", None)
+    figure = next(figure for figure in report.figures if figure.key == "over-epsilon")
+    assert figure.title == "Accuracy over ε"
+    assert [name for _, name in figure.legend] == ["a", "b", "no noise"]
+    assert [row[:2] for row in figure.rows] == [["a", "2"], ["a", "8"], ["b", "2"], ["b", "8"], ["no noise", "–"]]
+    means = [line.mean for line in report.lines]
+    assert [row[2] for row in figure.rows] == [f"{mean:.2f}" for mean in means]
+
+
 def test_report__of_results_alone_says_that_the_ledger_is_elsewhere(table: Path, tmp_path: Path) -> None:
     shutil.copytree(table / "results", tmp_path / "kept/results")
     page = page_of(tmp_path / "kept")
     assert "Only this run&#39;s result is here, not its ledger" in page
+    assert set(Outline(page).figures) == {"by-round", "by-epsilon", "ends"}  # what was given to others holds no norms
+    shutil.copytree(table / "results-local-only", tmp_path / "kept/results-local-only")
+    page = page_of(tmp_path / "kept")
     assert {"by-round", "ends", "g0-norms", "g1-clipped"} <= set(Outline(page).figures)
     pack(tmp_path / "kept/results")
     assert page_of(tmp_path / "kept") == page

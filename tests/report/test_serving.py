@@ -15,6 +15,8 @@ from urllib.parse import quote
 
 import pytest
 
+from fedblur.experiments.table import write_plan
+from fedblur.experiments.table_spec import read_spec
 from fedblur.report.serving import Live, LiveServer, serve
 from tests.commandline import invoke
 
@@ -45,6 +47,14 @@ def ask(
     found = answer.status, dict(answer.getheaders()), answer.read().decode()
     connection.close()
     return found
+
+
+def test_watch__counts_the_cells_of_a_table_that_has_not_begun(server: LiveServer, tmp_path: Path) -> None:
+    spec = read_spec(Path(__file__).resolve().parents[2] / "examples/quickstart.toml")
+    write_plan(spec, tmp_path / "run", tmp_path / "run/results")
+    page = ask(server)[2]
+    assert f"0 of {len(spec.cells)} cells done, round 0 of {sum(cell.config.rounds for cell in spec.cells):,}" in page
+    assert f"<h1>{spec.title}</h1>" in page
 
 
 def test_watch__binds_to_loopback_only(server: LiveServer) -> None:

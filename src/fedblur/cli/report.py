@@ -12,7 +12,7 @@ from fedblur.cli.options import Json, Plugin
 from fedblur.cli.output import print_json
 from fedblur.core.files import make_folder, write_atomically
 from fedblur.report.dashboard import make_report, render
-from fedblur.report.records import find_records
+from fedblur.report.records import find_records, not_begun
 from fedblur.report.serving import PORT, Live, serve
 
 
@@ -29,7 +29,7 @@ def report(
 
     Example: `fedblur report runs/quickstart`
     """
-    made = make_report(find_records(runs), public)
+    made = make_report(find_records(runs), public, not_begun(runs).values())
     path = out or (runs[0] if len(runs) == 1 else Path()) / "report.html"
     make_folder(path.parent)
     write_atomically(path, render(made).encode(), private=not public)  # it shows what no noise protects

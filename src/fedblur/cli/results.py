@@ -39,7 +39,7 @@ def results(
     """List the cells of a table with their results, or show one cell.
 
     PATH can be the folder of `fedblur table --out`, too. With --json a list has every cell's name, key and figures, and
-    one cell has everything that was kept: accuracy by round, norms and the whole configuration. `fedblur table` reads
+    one cell has everything that was kept: accuracy by round and the whole configuration. `fedblur table` reads
     packed results as it reads the JSON files, and continues where they end.
 
     Example: `fedblur results runs/quickstart`
@@ -114,10 +114,11 @@ def _lines(result: Result) -> Iterator[str]:
     yield f"{100 * result['accuracy']:.2f} % on {result['evaluated_on']} data after {result['rounds']} rounds"
     yield f"ε = {epsilon} at δ = {privacy['delta']:.3g} ({privacy['accountant']})" + (f"; {warning}" if warning else "")
     yield f"{result['data']}, {result['clients']} clients{'; ' if result['data_note'] else ''}{result['data_note']}"
-    yield f"{result['seconds']:.0f} seconds on {result['hardware']}, {result['date']}"
+    took = f"{seconds:.0f} seconds on " if (seconds := result.get("seconds")) is not None else ""
+    yield f"{took}{result['hardware']}, {result['date']}"
     yield ""
     yield from _flat(result["config"])
-    yield "\n--json also prints accuracy by round and the norms of updates."
+    yield "\n--json also prints accuracy by round."
 
 
 def _flat(settings: Mapping[str, Any], above: str = "") -> Iterator[str]:

@@ -17,7 +17,7 @@ from fedblur.cli.output import print_json
 from fedblur.core.errors import ConfigError
 from fedblur.experiments.forecast import forecast
 from fedblur.experiments.result_store import Results, Stale
-from fedblur.experiments.table import Cell, TimeLimit, aggregate, pending, run_cells
+from fedblur.experiments.table import Cell, TimeLimit, aggregate, pending, run_cells, write_plan
 from fedblur.experiments.table_spec import Spec, read_spec
 from fedblur.privacy.claim import SEEDED
 from fedblur.privacy.populations import Population
@@ -89,6 +89,8 @@ def table(
             Console().print(each.total + "\n", highlight=False)
         return None
     waiting = pending(specs, store.found, only or ())
+    for spec in specs:
+        write_plan(spec, folder, store.folder)
     console = Console(stderr=True)
 
     def tell(text: str) -> None:

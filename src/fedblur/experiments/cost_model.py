@@ -40,7 +40,8 @@ def estimate(
 ) -> float | None:
     """Estimate seconds without compiling; None if nothing is known."""
     table = json.loads(canonical(to_dict(config)))  # as results hold it
-    here = [result for result in results if device in str(result.get("machine", device))]
+    timed = [result for result in results if result.get("seconds") is not None]  # times stay where they were measured
+    here = [result for result in timed if device in str(result.get("machine", device))]
     like = _kind_of(table)
     alike = [
         float(result["seconds"]) / max(1, int(result["rounds"]))

@@ -5,6 +5,10 @@ A finished table's files can be packed into one, TABLE.jsonl.gz: JSON lines, one
 A result holds the configuration it was computed with, and is found again by it, not by its name: a setting that the
 library has since learned counts as left at its default; a setting that has changed makes the result stale. A stale
 result is reported, never used.
+
+These files are made to be shared, so they hold nothing that is local only: no norms, no share of clipped clients, and
+no seconds, since a round takes longer the more clients came. Those lie in a folder of their own, RESULTS-local-only,
+which only its owner can read. Results of earlier versions hold both in one file; they are read as before.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,6 +32,7 @@ from fedblur.core.files import (
     make_folder,
     parse_json,
     read_bytes,
+    read_json_if_there,
     remove,
     with_digest,
     write_atomically,
@@ -38,6 +43,7 @@ PACKED = ".jsonl.gz"
 _UNREADABLE = (OSError, EOFError, zlib.error, ValueError, RunError)
 _MOST_BYTES = 512 * 2**20  # of a packed file without its compression
 _MOST_ROUNDS = 60  # of norms that are kept: enough to draw
+LOCAL_ONLY = ("local_only", "norms", "seconds")  # keys of a result that must not be shared
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,10 @@ class Stale:
 
 
 class Results:
-    """The results in a folder by the key of their configuration: a file for each cell, or packed by table."""
+    """The results in a folder by the key of their configuration: a file for each cell, or packed by table.
+
+    `found` also has what is local only, as far as it is on this machine.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -77,7 +86,7 @@ class Results:
             except FedBlurError as error:  # a setting that is gone, or now refused
                 self.broken.append(Stale(path, result.get("cell", "unknown"), str(error)))
             else:
-                self.found[key], self.paths[key] = result, path
+                self.found[key], self.paths[key] = with_local_only(self.folder, result), path
 
     def appeared(self, key: str) -> bool:
         """Return whether there is a result by now; another process may have written it since this one began."""
@@ -87,11 +96,17 @@ class Results:
         return key in self.found
 
     def write(self, key: str, result: Result) -> Result:
-        """Keep a finished cell's result; returned as JSON gives it back."""
+        """Keep a finished cell's result; returned as JSON gives it back. What is local only goes to its own folder."""
+        whole = json.loads(canonical(result))
+        shared = with_digest(shareable(whole))
+        local = with_digest({name: whole[name] for name in LOCAL_ONLY if name in whole})
         make_folder(self.folder)
+        private = local_only_folder(self.folder)
+        make_folder(private, private=True)
         self.paths[key] = self.folder / f"{key}.json"
-        self.found[key] = with_digest(json.loads(canonical(result)))
-        write_atomically(self.paths[key], (json.dumps(self.found[key], indent=1) + "\n").encode())
+        write_atomically(private / f"{key}.json", (json.dumps(local, indent=1) + "\n").encode(), private=True)
+        write_atomically(self.paths[key], (json.dumps(shared, indent=1) + "\n").encode())
+        self.found[key] = {**read_local_only(self.folder, key), **shared}
         return self.found[key]
 
     def stale(self, wanted: dict[str, Config], names: dict[str, str], tables: Iterable[str]) -> list[Stale]:
@@ -169,12 +184,40 @@ def pack(folder: Path) -> dict[Path, int]:
             remove(lock)
 
 
+def shareable(result: Mapping[str, Any]) -> Result:
+    """Return a result without what is local only."""
+    return {key: value for key, value in result.items() if key not in LOCAL_ONLY}
+
+
+def local_only_folder(results: Path) -> Path:
+    """Return the folder of what must stay on this machine, beside the one that may be shared."""
+    folder = results.resolve()
+    return folder.with_name(f"{folder.name}-local-only")
+
+
+def read_local_only(results: Path, key: str) -> Result:
+    """Return what is local only of a result; where it is not on this machine, or damaged, that nothing is known."""
+    unknown: Result = {"local_only": {}, "norms": [], "seconds": None}
+    path = local_only_folder(results) / f"{key}.json"
+    try:
+        table = read_json_if_there(path) or {}
+        demand_digest(table, path)
+    except RunError:
+        return unknown
+    return unknown | {name: table[name] for name in LOCAL_ONLY if name in table}
+
+
+def with_local_only(results: Path, result: Result) -> Result:
+    """Return a result with what is local only; results of earlier versions hold that themselves."""
+    return {**read_local_only(results, str(result.get("settings"))), **result}
+
+
 def _by_cell(results: Iterable[Result]) -> list[Result]:
     return sorted(results, key=lambda result: (str(result.get("cell")), str(result["settings"])))
 
 
 def make_result(about: Result, config: Config, summary: Result, rows: list[Row]) -> Result:
-    """Return what is kept of a run: settings and summary, accuracy by round, and norms if updates have any."""
+    """Return what is kept of a run: settings and summary, figures by round, and norms if updates have any."""
     if summary["status"] != "complete":
         raise RunError(f"{about['cell']} is {summary['status']}: only complete runs are results")
     return {
@@ -183,9 +226,16 @@ def make_result(about: Result, config: Config, summary: Result, rows: list[Row])
         "date": datetime.now(UTC).date().isoformat(),
         **summary,
         "curve": [[row["round"], round(row["accuracy"], 5)] for row in rows if row["accuracy"] is not None],
+        "measured": [_measured(row) for row in rows if row["accuracy"] is not None],
         "norms": _norms(rows) if summary["privacy"]["warning"] else [],  # exact: not of people who are protected
         "config": to_dict(config),
     }
+
+
+def _measured(row: Row) -> Result:
+    """Return what an evaluated round says to everyone: what was measured on held-out data, and the ε spent."""
+    kept = {"round": row["round"], "epsilon": row.get("epsilon"), "loss": row.get("loss")}
+    return {key: round(value, 6) if isinstance(value, float) else value for key, value in kept.items()}
 
 
 def _norms(rows: list[Row]) -> list[Result]:

@@ -6,6 +6,7 @@ tables have in common is computed once, and a changed setting computes only the 
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import statistics
@@ -17,7 +18,9 @@ from typing import Any
 
 import torch
 
+from fedblur.core.config import canonical
 from fedblur.core.errors import RunError, TimeIsUp
+from fedblur.core.files import make_folder, parse_json, read_bytes, write_atomically
 from fedblur.engines.distributed import demand_one_process
 from fedblur.experiments.cost_model import COMPILING, estimate, program
 from fedblur.experiments.result_store import Result, Results, make_result
@@ -57,6 +60,48 @@ class TimeLimit:
         return tick
 
 
+@dataclass(frozen=True)
+class PlannedCell:
+    """One cell of a table as the table's folder lists it, begun or not."""
+
+    key: str
+    name: str
+    label: str
+    axes: dict[str, Any]  # in the order of the file, the seed among them
+    position: int
+    rounds: int
+    table: str  # its title
+    results: Path  # the folder that its result goes to
+
+
+def write_plan(spec: Spec, out: Path, results: Path) -> None:
+    """Write OUT/tables/NAME.json: all cells of a table, so that a page about the folder can count what is left."""
+    cells = [
+        {"key": cell.key, "cell": cell.name, "label": cell.label, "axes": list(cell.axes.items()),
+         "position": cell.position, "rounds": cell.config.rounds}
+        for cell in spec.cells
+    ]  # fmt: skip
+    plan = {"title": spec.title, "results": os.path.relpath(results, out), "cells": cells}
+    make_folder(out / "tables")
+    write_atomically(out / "tables" / f"{spec.name}.json", (json.dumps(json.loads(canonical(plan))) + "\n").encode())
+
+
+def read_plans(out: Path) -> dict[str, PlannedCell]:
+    """Return all cells of the tables that were started in this folder, by key; a damaged list counts as none."""
+    found: dict[str, PlannedCell] = {}
+    for path in sorted(out.glob("tables/*.json")):
+        try:
+            plan = parse_json(read_bytes(path), path)
+            for cell in plan["cells"]:
+                found[cell["key"]] = PlannedCell(
+                    cell["key"], cell["cell"], cell["label"], dict(cell["axes"]), cell["position"], int(cell["rounds"]),
+                    plan["title"], out / plan["results"],
+                )  # fmt: skip
+        except (OSError, RunError, KeyError, TypeError, ValueError):
+            continue
+    return found
+
+
 def pending(specs: Iterable[Spec], found: Mapping[str, Result], only: Collection[str] = ()) -> list[Cell]:
     """Return cells without a result, in the order in which they run: by priority, then as the files have them."""
     cells: dict[str, Cell] = {}
@@ -71,6 +116,7 @@ def run_table(
 ) -> dict[str, Result]:
     """Run every cell that has no result yet; a cell that was stopped continues. Return results by key."""
     results = Results(spec.results or out / "results")
+    write_plan(spec, out, results.folder)
     left = run_cells(pending([spec], results.found), results, out / "cells", machine, watch, spec.cells)
     if left:
         raise RunError(f"{len(left)} cells of {spec.title} are being computed by another process; wait for it")
@@ -167,7 +213,7 @@ def aggregate(spec: Spec, results: Mapping[str, Mapping[str, Any]]) -> list[Line
     for group, cells in groups.items():
         members = [results[cell.key] for cell in cells]
         scores = [100 * member["accuracy"] for member in members]
-        shares = [share for member in members if (share := member["local_only"]["clipped_share"]) is not None]
+        shares = [share for member in members if (share := member["local_only"].get("clipped_share")) is not None]
         lines.append(
             Line(
                 group=group,

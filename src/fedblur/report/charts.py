@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from fedblur.core.callbacks import Row
-from fedblur.report.comparison import Line
-from fedblur.report.records import Group, Record
-from fedblur.report.svg import Axis, Series, axis_of, bar_chart, hundredths, interval_chart, line_chart
+from fedblur.report.comparison import Line, over_axis, symbol
+from fedblur.report.measures import ACCURACY, Measure
+from fedblur.report.records import Group, Record, numeric_axes
+from fedblur.report.svg import Axis, Series, axis_of, bar_chart, hundredths, interval_chart, line_chart, short
 
 STYLES = 8  # lines that can be told apart; more groups are in the table only
 DRAWN, LISTED = 120, 40  # points of a line, rows of a table: enough to see and to read
+MOST_AXES, MOST_MARKS = 2, 8  # of a table, with a chart each; values of one that are its ticks
 LONGEST = 42  # letters of a name in a chart
 T = TypeVar("T")
 Point = tuple[float, float, float, float]  # x, mean, lowest, highest over seeds
@@ -36,101 +39,189 @@ class Figure:
 
 
 def group_figures(groups: Sequence[Group], lines: Sequence[Line]) -> list[Figure]:
-    """Compare groups: accuracy by round, by ε spent and at the end. One group alone is drawn too."""
-    shown = list(groups[:STYLES])
+    """Compare groups by their metric: over a table's axis, by round, by ε spent and at the end."""
+    shown, measure = list(groups[:STYLES]), lines[0].measure if lines else ACCURACY
+    title = f"{measure.words[0].upper()}{measure.words[1:]}"
     figures = [
-        _unless_damaged(lambda: _accuracy(shown, "by-round", "Accuracy by round", "round", lambda row: row["round"])),
-        _unless_damaged(
-            lambda: _accuracy(shown, "by-epsilon", "Accuracy by ε spent", "ε spent", lambda row: row.get("epsilon"))
+        *(
+            _unless_damaged(functools.partial(_over_axis, lines, axis, title))
+            for axis in numeric_axes(groups)[:MOST_AXES]
         ),
-        _ends(lines[:STYLES]) if len(groups) > 1 else None,
+        _unless_damaged(lambda: _curves(shown, measure, "by-round", f"{title} by round", "round", _round)),
+        _unless_damaged(lambda: _curves(shown, measure, "by-epsilon", f"{title} by ε spent", "ε spent", _epsilon)),
+        _ends(lines[:STYLES], title) if len(groups) > 1 else None,
     ]
-    return [figure for figure in figures if figure is not None]
+    more = f" The first {STYLES} of {len(groups)} settings; the comparison has all." if len(groups) > STYLES else ""
+    return [
+        replace(figure, words=figure.words + ("" if figure.key.startswith("over-") else more))
+        for figure in figures
+        if figure is not None
+    ]
 
 
-def _accuracy(
-    groups: Sequence[Group], key: str, title: str, label: str, where: Callable[[Row], float | None]
+def _round(row: Row) -> float | None:
+    return row["round"]
+
+
+def _epsilon(row: Row) -> float | None:
+    return row.get("epsilon")
+
+
+def _over_axis(lines: Sequence[Line], axis: str, title: str) -> Figure | None:
+    """Draw the metric over an axis of the table: a curve for each label, a level for what has no place there."""
+    measure, sign = lines[0].measure, symbol(axis)
+    curves, apart = over_axis(lines, axis)
+    if not any(len(curve.points) > 1 for curve in curves):
+        return None
+    left = max(0, len(curves) + len(apart) - STYLES)
+    curves, apart = curves[:STYLES], apart[: max(0, STYLES - len(curves))]
+    series, rows = [], []
+    for style, curve in enumerate(curves):
+        edges = [_ends_of(line) for _, line in curve.points]
+        means = [mean for _, mean, _ in edges]
+        series.append(
+            Series([x for x, _ in curve.points], means, style, errors=[(low, high) for low, _, high in edges])
+        )
+        rows += [[curve.name, f"{x:g}", *_cells(line)] for x, line in curve.points]
+    rules = [(style, _ends_of(line)[1]) for style, (_, line) in enumerate(apart, len(curves))]
+    rows += [[name, "–", *_cells(line)] for name, line in apart]
+    places = sorted({x for each in series for x in each.xs})
+    log, room = places[0] > 0 and places[-1] > 8 * places[0], 0.06 * (places[-1] - places[0])
+    low, high = (places[0] / 1.15, places[-1] * 1.15) if log else (places[0] - room, places[-1] + room)
+    scale = Axis(sign, low, high, log, marks=places if len(places) <= MOST_MARKS else ())
+    heights = [edge for each in series for pair in each.errors or () for edge in pair] + [level for _, level in rules]
+    several = any(line.seeds > 1 for line in lines)
+    words = f"Final round, held-out data. {'Means over seeds; bars reach one standard deviation.' if several else ''}"
+    words += f" Horizontal lines are settings without a finite {sign}." if rules else ""
+    tips = []
+    for place in places:
+        here = [f"{curve.name} {_cells(line)[0]}" for curve in curves for x, line in curve.points if x == place]
+        tips.append((place, f"{sign} = {place:g}: {'; '.join(here)}"))
+    key = f"over-{re.sub('[^a-z0-9]+', '-', axis.lower())}"
+    return Figure(
+        key,
+        f"{title} over {sign}",
+        words + (f" {left} more settings are in the comparison only." if left else ""),
+        line_chart(
+            key,
+            series,
+            scale,
+            axis_of(f"held-out {measure.title}", heights),
+            tips,
+            rules,
+        ),
+        ("setting", sign, measure.title, "standard deviation", "seeds"),
+        rows,
+        [(f"line s{style}", curve.name) for style, curve in enumerate(curves)]
+        + [(f"range s{style}", name) for style, (name, _) in enumerate(apart, len(curves))],
+    )
+
+
+def _ends_of(line: Line) -> tuple[float, float, float]:
+    """Return low, mean and high of a line that has a mean."""
+    assert line.mean is not None
+    return line.mean - (line.spread or 0.0), line.mean, line.mean + (line.spread or 0.0)
+
+
+def _cells(line: Line) -> list[str]:
+    """Return mean, standard deviation and seeds."""
+    digits = line.measure.digits
+    spread = "–" if line.spread is None else f"{line.spread:.{digits}f}"
+    return ["–" if line.mean is None else f"{line.mean:.{digits}f}", spread, str(line.seeds)]
+
+
+def _curves(
+    groups: Sequence[Group], measure: Measure, key: str, title: str, label: str, where: Callable[[Row], float | None]
 ) -> Figure | None:
-    found = [(index, group, thin(_over_seeds(group, where), DRAWN)) for index, group in enumerate(groups)]
+    found = [(index, group, thin(_over_seeds(group, measure, where), DRAWN)) for index, group in enumerate(groups)]
     lines = [(index, group, points) for index, group, points in found if points]
     if not lines:
         return None
     several = any(len(group.records) > 1 for group in groups)
-    words = ["Accuracy on held-out data, measured during training."]
+    words = [f"{measure.words[0].upper()}{measure.words[1:]} on held-out data, measured during training."]
     if several:
         words = ["Lines are means over seeds; shading spans the lowest to the highest seed."]
     if label == "round" and any("stage" in row for group in groups for row in group.records[0].rows):
         words.append("A run in stages (voting, a search) counts the steps of its last stage.")
-    best = max(lines, key=lambda line: line[2][-1][1])
-    words.append(f"{'Highest at the end' if len(lines) > 1 else 'At the end'}: {percent(best[2][-1][1])}")
-    words[-1] += f" ({best[1].name})." if len(lines) > 1 else "."
+    best = (max if measure.larger_is_better else min)(lines, key=lambda line: line[2][-1][1])
+    digits = 1 if measure.percent else measure.digits
+    words.append(f"{f'{measure.best} at the end' if len(lines) > 1 else 'At the end'}: ")
+    words[-1] += measure.shown(best[2][-1][1], digits) + (f" ({best[1].name})." if len(lines) > 1 else ".")
     series = []
     for index, group, points in lines:
         xs, means, lows, highs = ([point[column] for point in points] for column in range(4))
         series.append(Series(xs, means, index, [(lows, highs)] if len(group.records) > 1 else []))
     low = min(point[2] for _, _, points in lines for point in points)
     high = max(point[3] for _, _, points in lines for point in points)
-    name = "held-out accuracy (%)"
-    y = Axis(name, 0.0, 1.0, write=hundredths) if low < 0.3 else axis_of(name, [low, high], write=hundredths)
+    name = f"held-out {measure.title}"
+    write = hundredths if measure.percent else short
+    y = Axis(name, 0.0, 1.0, write=write) if measure.percent and low < 0.3 else axis_of(name, [low, high], write=write)
     everything = [x for each in series for x in each.xs]
     tips = []
     for x in thin(sorted(set(everything)), DRAWN):  # at each place: what every line has there, or last had
         before = [[point for point in points if point[0] <= x + 1e-9] for _, _, points in lines]
-        values = [f"{g.name} {percent(seen[-1][1]) if seen else '–'}" for (_, g, _), seen in zip(lines, before)]
+        values = [
+            f"{g.name} {measure.shown(seen[-1][1], digits) if seen else '–'}" for (_, g, _), seen in zip(lines, before)
+        ]
         tips.append((x, f"{label} {x:.4g}: {'; '.join(values)}"))
     alone = len(lines) == 1
     first = 1 if alone else 0  # column of the tables: a single run needs no name
     rows = [
         row[first:]
         for _, group, points in lines
-        for row in listed([group.name, f"{x:.4g}", percent(mean)] for x, mean, _, _ in points)
+        for row in listed([group.name, f"{x:.4g}", measure.shown(mean, digits)] for x, mean, _, _ in points)
     ]
     return Figure(
         key,
         title,
         " ".join(words),
         line_chart(key, series, axis_of(label, everything, zero=label != "round"), y, tips),
-        ("run", label, "accuracy")[first:],
+        ("run", label, measure.words)[first:],
         rows,
         () if alone else [(f"line s{index}", group.name) for index, group, _ in lines],
     )
 
 
-def _over_seeds(group: Group, where: Callable[[Row], float | None]) -> list[Point]:
+def _over_seeds(group: Group, measure: Measure, where: Callable[[Row], float | None]) -> list[Point]:
     """Return mean and range where seeds were measured at the same place; a group's seeds spend and evaluate alike."""
     found: dict[float, list[float]] = {}
     for record in group.records:
-        measured = [(where(row), row["accuracy"]) for row in record.evaluations()]
-        newest = {round(float(x), 9): y for x, y in measured if x is not None and x != math.inf and y is not None}
+        measured = [(where(row), value) for row, value in record.series(measure)]
+        newest = {round(float(x), 9): y for x, y in measured if x is not None and x != math.inf}
         for x, y in newest.items():
             found.setdefault(x, []).append(y)
     return [(x, statistics.mean(ys), min(ys), max(ys)) for x, ys in sorted(found.items())]
 
 
-def _ends(lines: Sequence[Line]) -> Figure | None:
-    known = [(index, line, line.mean, line.spread or 0.0) for index, line in enumerate(lines) if line.mean is not None]
+def _ends(lines: Sequence[Line], title: str) -> Figure | None:
+    known = [(index, line) for index, line in enumerate(lines) if line.mean is not None]
     if len(known) < 2:
         return None
-    edges = [edge for _, _, mean, spread in known for edge in (mean - spread, mean + spread)]
-    names = [line.group.name for _, line, _, _ in known]
-    spreads = [f" ± {line.spread:.2f}" if line.spread is not None else "" for _, line, _, _ in known]
+    measure = lines[0].measure
+    rows = [(index, *_ends_of(line)) for index, line in known]
+    names = [line.group.name for _, line in known]
+    sign = " %" if measure.percent else ""
+    tips = []
+    for name, (_, line) in zip(names, known, strict=True):
+        mean, spread, _ = _cells(line)
+        tips.append(f"{name}: {mean}{'' if line.spread is None else f' ± {spread}'}{sign}")
     return Figure(
         "ends",
-        "Accuracy at the end",
+        f"{title} at the end",
         "Dots are means over seeds; bars reach one standard deviation to either side.",
         interval_chart(
             "ends",
-            [(index, mean - spread, mean, mean + spread) for index, _, mean, spread in known],
+            rows,
             [name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…" for name in names],
-            axis_of("held-out accuracy in the last round (%)", edges),
+            axis_of(
+                f"held-out {measure.words} in the last round{' (%)' if measure.percent else ''}",
+                [edge for _, low, _, high in rows for edge in (low, high)],
+            ),
             "setting",
-            [f"{name}: {mean:.2f}{pm} %" for name, (_, _, mean, _), pm in zip(names, known, spreads)],
+            tips,
         ),
-        ("run", "mean (%)", "standard deviation", "seeds"),
-        [
-            [line.group.name, f"{mean:.2f}", "–" if line.spread is None else f"{line.spread:.2f}", str(line.seeds)]
-            for _, line, mean, _ in known
-        ],
+        ("run", "mean (%)" if measure.percent else "mean", "standard deviation", "seeds"),
+        [[line.group.name, *_cells(line)] for _, line in known],
     )
 
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from markupsafe import Markup
 
 from fedblur.core.errors import FedBlurError
+from fedblur.experiments.table import PlannedCell
 from fedblur.privacy.claim import SEEDED
 from fedblur.report.charts import Figure, group_figures, percent, run_figures
 from fedblur.report.comparison import Line, compare
+from fedblur.report.measures import ACCURACY, Measure
 from fedblur.report.page import Page, asset, environment
 from fedblur.report.records import Group, Record, flatten, grouped
 from fedblur.report.statement import page_of, read_statement, words_of_total
@@ -27,6 +29,7 @@ from fedblur.training.verify_ledger import read_books
 
 MOST_DETAILS = 12  # groups with figures of their own; more would make the page large
 MOST_COMPOSED = 60  # runs whose common cost is computed
+_NAMED = 2  # runs that go on, by name
 LOCAL_ONLY = "local only: not protected by the guarantee"
 
 
@@ -61,14 +64,15 @@ class Report:
     common: list[tuple[str, str]]  # settings that all runs share
     together: str
     public: bool
-    progress: tuple[int, int] | None = None  # rounds done and planned, of a run that goes on
+    measure: Measure = ACCURACY  # what is compared
+    progress: tuple[int, int] | None = None  # rounds done and planned, of what goes on or has not begun
 
     def facts(self) -> dict[str, Any]:
         """Return what the comparison says, for `--json`."""
         groups = []
         for line in self.lines:
             facts: dict[str, Any] = {
-                "label": line.group.label, "axes": line.group.axes, "seeds": line.seeds, "accuracy": line.mean,
+                "label": line.group.label, "axes": line.group.axes, "seeds": line.seeds, line.measure.name: line.mean,
                 "spread": line.spread, "epsilon": line.epsilon,
             }  # fmt: skip
             if not self.public:
@@ -84,18 +88,20 @@ class Report:
         return {"runs": runs, "privacy": self.lead, "together": self.together or None, "groups": groups}
 
 
-def make_report(records: Sequence[Record], public: bool = False) -> Report:
-    """Gather everything; `public` leaves out what is local only."""
+def make_report(records: Sequence[Record], public: bool = False, waiting: Iterable[PlannedCell] = ()) -> Report:
+    """Gather everything; `public` leaves out what is local only. `waiting`: cells of a table that have not begun."""
     groups = grouped(records)
     lines = compare(groups)
     details = [_detail(f"g{index}", group, public) for index, group in enumerate(groups[:MOST_DETAILS])]
     flat = [dict(flatten(group.records[0].config)) for group in groups]
-    progress = sum(record.rounds_done for record in records), sum(record.rounds_planned for record in records)
+    later = [*waiting]
+    done, going = sum(record.rounds_done for record in records), any(record.summary is None for record in records)
+    planned = sum(record.rounds_planned for record in records) + sum(cell.rounds for cell in later)
     return Report(
         title=_title(groups),
         lead=_lead(groups, details),
         notice=_notice(records),
-        status=_status(records),
+        status=_status(records, later),
         groups=groups,
         figures=group_figures(groups, lines),
         lines=lines,
@@ -107,7 +113,8 @@ def make_report(records: Sequence[Record], public: bool = False) -> Report:
         ],
         together=_together(records),
         public=public,
-        progress=progress if any(record.summary is None for record in records) else None,
+        measure=lines[0].measure if lines else ACCURACY,
+        progress=(done, planned) if going or later else None,
     )
 
 
@@ -119,9 +126,12 @@ def render(report: Report, live: str = "") -> str:
     )  # fmt: skip
 
 
-def render_waiting(live: str, words: str) -> str:
+def render_waiting(live: str, words: str, waiting: Iterable[PlannedCell] = ()) -> str:
     """Return what `fedblur watch` shows before there is a run."""
-    return render(Report("Waiting", "", "", words, [], [], [], 0, [], 0, [], "", False), live)
+    cells = [*waiting]
+    title, status = (cells[0].table, _status([], cells)) if cells else ("Waiting", words)
+    progress = (0, sum(cell.rounds for cell in cells)) if cells else None
+    return render(Report(title, "", "", status, [], [], [], 0, [], 0, [], "", False, progress=progress), live)
 
 
 def policy(live: str) -> str:
@@ -212,13 +222,20 @@ def _notice(records: Sequence[Record]) -> str:
     return f"NOT PRIVATE{who}: {'; '.join(reasons)}.{seeded if 'seeded' in reasons else ''}"
 
 
-def _status(records: Sequence[Record]) -> str:
+def _status(records: Sequence[Record], later: Sequence[PlannedCell]) -> str:
+    """Count what is done: cells of a table, or runs, and their rounds."""
     running = [record for record in records if record.summary is None]
-    if not running:
+    if not running and not later:
         return next((s.status for r in records if (s := r.summary) and not r.complete), "Complete")
-    done = f"{len(records) - len(running)} of {len(records)} runs ended; " if len(records) > 1 else ""
-    now = max(running, key=lambda record: record.rounds_done)
-    return f"{done}round {now.rounds_done:,} of {now.rounds_planned:,}"
+    total, ended = len(records) + len(later), len(records) - len(running)
+    done = sum(record.rounds_done for record in records)
+    planned = sum(record.rounds_planned for record in records) + sum(cell.rounds for cell in later)
+    rounds = f"round {done:,} of {planned:,}"
+    if total == 1 and not later:
+        return rounds
+    what = "cells" if later or any(record.table for record in records) else "runs"
+    now = "".join(f"; now {r.name}: round {r.rounds_done:,} of {r.rounds_planned:,}" for r in running[:_NAMED])
+    return f"{ended:,} of {total:,} {what} done, {rounds}{now}"
 
 
 def _together(records: Sequence[Record]) -> str:

@@ -38,6 +38,11 @@ def environment(**options: Any) -> jinja2.Environment:
     """Return what renders templates: an unknown name is an error."""
     made = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, **options)
     made.filters |= {"inline": inline, "epsilon": rounded_up, "counted": counted, "safe_svg": Markup}
+    made.filters |= {
+        "figure": lambda value, measure: f"{value:.{measure.digits}f}",
+        "signed": lambda value, measure: f"{value:+.{measure.digits}f}",
+        "capital": lambda words: words[:1].upper() + words[1:],
+    }
     return made
 
 

@@ -1,4 +1,4 @@
-"""Records: the runs that a report shows. In: run folders, or a table's folder. Out: records in groups of like settings.
+"""Records: the runs that are shown. In: run folders, tables' folders, results. Out: records in groups of like settings.
 
 Everything is read as it lies there, finished or not: a run that goes on has no summary yet.
 """
@@ -6,6 +6,7 @@ Everything is read as it lies there, finished or not: a run that goes on has no 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,9 +14,11 @@ from typing import Any
 
 from fedblur.core.callbacks import Row
 from fedblur.core.config import canonical, demand_form
-from fedblur.core.errors import RunError
-from fedblur.experiments.result_store import read_results
+from fedblur.core.errors import ConfigError, RunError, nearest
+from fedblur.experiments.result_store import PACKED, Results, read_results, with_local_only
+from fedblur.experiments.table import PlannedCell, read_plans
 from fedblur.privacy.claim import from_json
+from fedblur.report.measures import ACCURACY, LOSS, Measure
 from fedblur.training.run_folder import RunFolder, RunSummary
 
 _NAMED = 2  # settings in a group's name, at most
@@ -61,6 +64,23 @@ class Record:
     def evaluations(self) -> list[Row]:
         return [row for row in self.rows if row.get("accuracy") is not None]
 
+    @property
+    def measures(self) -> list[Measure]:
+        """The metrics that were measured, the headline first."""
+        return [ACCURACY, LOSS]
+
+    def result(self, measure: Measure) -> float | None:
+        """Return a metric of the final round; None where the run has not ended or did not measure it."""
+        if self.summary is None:
+            return None
+        value = {"accuracy": self.summary.accuracy, "loss": self.summary.loss}.get(measure.name)
+        return None if value is None or math.isnan(value) else value
+
+    def series(self, measure: Measure) -> list[tuple[Row, float]]:
+        """Return the rows that measured a metric, with its value there."""
+        found = ((row, row.get(measure.name)) for row in self.rows)
+        return [(row, float(value)) for row, value in found if isinstance(value, int | float)]
+
 
 @dataclass(frozen=True)
 class Group:
@@ -85,22 +105,41 @@ class Group:
 
 
 def find_records(paths: Iterable[Path]) -> list[Record]:
-    """Return all runs in these folders; a folder that holds none is refused."""
+    """Return all runs in these folders and result files; a folder that holds none is refused."""
     records: dict[str, Record] = {}
     for path in paths:
         if not path.exists():
             raise RunError(f"{path} does not exist; give a run folder, or the folder of a table")
-        if RunFolder(path).config.exists():
+        if path.is_file():
+            found = _of_results(path)
+        elif RunFolder(path).config.exists():
             found = [read_run(path)]
-        elif (path / "cells").is_dir() or (path / "results").is_dir():
+        elif is_table(path):
             found = _of_table(path)
+        elif any(path.glob(f"*{PACKED}")) or any(path.glob("*.json")):
+            found = _of_results(path)
         else:
-            children = sorted(path.iterdir()) if path.is_dir() else []
-            found = [read_run(child) for child in children if RunFolder(child).config.exists()]
+            found = [read_run(child) for child in sorted(path.iterdir()) if RunFolder(child).config.exists()]
         if not found:
             raise RunError(f"{path} holds no run: it has no config.json, cells/ or results/; give a run folder")
         records |= {str((record.path or path / record.name).resolve()): record for record in found}
     return list(records.values())
+
+
+def is_table(path: Path) -> bool:
+    """Return whether this is the folder of a table."""
+    return any((path / name).is_dir() for name in ("cells", "results", "tables"))
+
+
+def not_begun(paths: Iterable[Path]) -> dict[str, PlannedCell]:
+    """Return the cells of these tables that have neither a run folder nor a result yet, by key."""
+    found: dict[str, PlannedCell] = {}
+    for path in paths:
+        for key, cell in read_plans(path).items():
+            if not RunFolder(path / "cells" / key).config.exists() and not (cell.results / f"{key}.json").exists():
+                found[key] = cell
+    kept = {key for folder in {cell.results for cell in found.values()} for key in Results(folder).found}  # packed ones
+    return {key: cell for key, cell in found.items() if key not in kept}
 
 
 def read_run(path: Path) -> Record:
@@ -112,22 +151,51 @@ def read_run(path: Path) -> Record:
     return Record(path.resolve().name, method_words(config), {}, config, rows, summary, path)
 
 
+def _of_results(path: Path) -> list[Record]:
+    """Read result files: a table's packed one, a cell's own, or a folder of them."""
+    results = [result for result in read_results(path) if "config" in result]
+    return sorted((_of_result(result, path) for result in results), key=_order)
+
+
+def _of_result(result: Mapping[str, Any], path: Path, run: Record | None = None) -> Record:
+    """Return a result as a record; `run` is what its run folder holds, if that is here."""
+    name = f"{path}: {result.get('cell')}"
+    result = with_local_only(path if path.is_dir() else path.parent, dict(result))
+    axes = {axis: result["axes"][axis] for axis in result.get("axis_order") or result["axes"] if axis != "seed"}
+    summary = from_json(RunSummary, result, name)
+    base = run or Record(result["settings"], "", {}, result["config"], _rows_of(result), summary)
+    return replace(
+        base, name=result["cell"], label=result["label"], axes=axes, table=result.get("title", ""),
+        position=result.get("position"), config=result["config"],
+        summary=summary,  # what was kept, should the cell have changed
+    )  # fmt: skip
+
+
 def _of_table(path: Path) -> list[Record]:
-    """Read the cells of a table, named by their results; and results whose cells are gone."""
-    kept = {result["settings"]: result for result in read_results(path / "results", strict=False) if "config" in result}
+    """Read the cells of a table, named by their results or by the table's list; and results whose cells are gone."""
+    plan = read_plans(path)
+    folders = {path / "results", *(cell.results for cell in plan.values())}
+    kept: dict[str, dict[str, Any]] = {}
+    homes: dict[str, Path] = {}
+    for folder in sorted(folders):
+        for result in read_results(folder, strict=False):
+            key = result["settings"]
+            if "config" in result and (folder == path / "results" or key in plan):  # others lie there too
+                kept[key], homes[key] = result, folder
     cells = [cell for cell in (path / "cells").glob("*") if RunFolder(cell).config.exists()]
     records = {cell.name: read_run(cell) for cell in cells}
     known: dict[str, Record] = {}
     for key, result in kept.items():
-        axes = {name: result["axes"][name] for name in result.get("axis_order") or result["axes"] if name != "seed"}
-        summary = from_json(RunSummary, result, f"{path}/results/{key}.json")
-        base = records.get(key) or Record(key, "", {}, result["config"], _rows_of(result), summary)
-        base = replace(base, config=result["config"], summary=summary)  # what was kept, should its cell have changed
-        about = replace(base, name=result["cell"], label=result["label"], axes=axes)
-        records[key] = replace(about, table=result.get("title", ""), position=result.get("position"))
-        known[_settings(base.config)] = records[key]
-    for key, record in records.items():  # one that still runs belongs with its other seeds
-        if key not in kept and (like := known.get(_settings(record.config))):
+        records[key] = _of_result(result, homes[key], records.get(key))
+        known[_settings(records[key].config)] = records[key]
+    for key, record in records.items():
+        if key in kept:
+            continue
+        if cell := plan.get(key):
+            axes = {axis: value for axis, value in cell.axes.items() if axis != "seed"}
+            about = replace(record, name=cell.name, label=cell.label, axes=axes, table=cell.table)
+            records[key] = replace(about, position=cell.position)
+        elif like := known.get(_settings(record.config)):  # of an earlier version: with its other seeds
             records[key] = replace(record, label=like.label, axes=like.axes, table=like.table, position=like.position)
     return sorted(records.values(), key=_order)
 
@@ -141,10 +209,12 @@ def _order(record: Record) -> tuple[Any, ...]:
 
 
 def _rows_of(result: Mapping[str, Any]) -> list[Row]:
-    """Return the rounds as far as a result keeps them: accuracy, and some rounds' norms."""
+    """Return the rounds as far as a result keeps them: accuracy, loss and ε spent, and some rounds' norms."""
     rows: dict[int, Row] = {}
+    more = {measured["round"]: measured for measured in result.get("measured", [])}  # not of earlier versions
     for round_, accuracy in result.get("curve", []):
-        rows[round_] = {"round": round_, "accuracy": accuracy, "epsilon": None, "local_only": {}}
+        also = {key: more.get(round_, {}).get(key) for key in ("epsilon", "loss")}
+        rows[round_] = {"round": round_, "accuracy": accuracy, **also, "local_only": {}}  # type: ignore[typeddict-item]
     for norms in result.get("norms", []):
         row = rows.setdefault(norms["round"], {"round": norms["round"], "accuracy": None, "local_only": {}})
         row["local_only"] = {key: value for key, value in norms.items() if key != "round"}
@@ -182,6 +252,41 @@ def _with_settings(group: Group, alike: Sequence[Group]) -> str:
     keys = [key for key in own if any(table.get(key) != own[key] for table in tables)]
     words = ", ".join(f"{key} = {own[key]}" for key in keys[:_NAMED]) or group.records[0].name
     return f"{group.label} ({words}{', …' if len(keys) > _NAMED else ''})"
+
+
+def headline(groups: Sequence[Group]) -> Measure:
+    """Return the metric that these runs are about: the first one's, if all have it."""
+    records = [record for group in groups for record in group.records]
+    shared = [m for m in records[0].measures if all(m in record.measures for record in records)] if records else []
+    return shared[0] if shared else ACCURACY
+
+
+def measure_named(name: str | None, groups: Sequence[Group]) -> Measure:
+    """Return the metric of this name; the headline without one."""
+    if name is None:
+        return headline(groups)
+    known = {measure.name: measure for group in groups for record in group.records for measure in record.measures}
+    if name not in known:
+        raise ConfigError(f"metric {name!r} was not measured in these runs: {nearest(name, known)}")
+    return known[name]
+
+
+def numeric_axes(groups: Sequence[Group]) -> list[str]:
+    """Return the axes that have several numbers, ε first, then those with most values; an axis of words is none."""
+    values: dict[str, set[float]] = {}
+    for group in groups:
+        for name, value in group.axes.items():
+            number = as_number(value)
+            values.setdefault(name, set()).add(math.nan if number is None else number)
+    found = [name for name, numbers in values.items() if not any(map(math.isnan, numbers)) and len(numbers) > 1]
+    return sorted(found, key=lambda name: (name != "epsilon", -len(values[name])))
+
+
+def as_number(value: Any) -> float | None:
+    """Return a setting as a number, with what JSON writes for infinity; None for what is no number."""
+    if isinstance(value, bool) or not (isinstance(value, int | float) or value == "inf"):
+        return None
+    return float(value)
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

@@ -21,10 +21,10 @@ from urllib.parse import parse_qs, urlsplit
 
 from fedblur.core.errors import FedBlurError, RunError
 from fedblur.report.dashboard import make_report, policy, render, render_waiting
-from fedblur.report.records import find_records
+from fedblur.report.records import find_records, not_begun
 
 PORT = 8765
-_FILES = ("config.json", "rounds.jsonl", "summary.json", "results/*.json", "results/*.jsonl.gz")
+_FILES = ("config.json", "rounds.jsonl", "summary.json", "results/*.json", "results/*.jsonl.gz", "tables/*.json")
 
 
 @dataclass
@@ -52,11 +52,12 @@ class Live:
 
     def _render(self) -> str:
         name = str(self.path)
+        waiting = not_begun([self.path]).values()
         try:
-            return render(make_report(find_records([self.path])), live=name)
+            return render(make_report(find_records([self.path]), waiting=waiting), live=name)
         except FedBlurError as error:
             words = f"Nothing is there yet: waiting for {name}" if not self._files() else str(error)
-            return render_waiting(name, words)
+            return render_waiting(name, words, waiting)
 
     def _files(self) -> list[Path]:
         folders = [self.path, *self.path.glob("*/"), *self.path.glob("cells/*/")]

@@ -13,6 +13,7 @@ from html import escape
 
 WIDTH, HEIGHT = 440, 285
 LEFT, RIGHT, TOP, BOTTOM = 64, 20, 30, 42  # around the plot: the vertical axis has its title above it
+BESIDE = 6  # between the bars of two lines at one place
 ROW = 52  # height of an interval chart's row
 Format = Callable[[float], str]
 
@@ -35,6 +36,7 @@ class Series:
     ys: Sequence[float]
     style: int = 0
     bands: Sequence[tuple[Sequence[float], Sequence[float]]] = ()  # (low, high), widest first
+    errors: Sequence[tuple[float, float]] | None = None  # each point is a dot, with a bar from low to high
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Axis:
     high: float
     log: bool = False
     write: Format = short
+    marks: Sequence[float] = ()  # instead of round numbers
 
     def at(self, value: float) -> float:
         """Return a value's place, between 0 and 1."""
@@ -62,6 +65,8 @@ class Axis:
         return round(HEIGHT - BOTTOM - self.at(value) * (HEIGHT - TOP - BOTTOM), 1)
 
     def ticks(self) -> list[float]:
+        if self.marks:
+            return [*self.marks]
         return log_ticks(self.low, self.high) if self.log else ticks(self.low, self.high)
 
 
@@ -98,20 +103,29 @@ def log_ticks(low: float, high: float) -> list[float]:
     return [value for value in found if low <= value <= high]
 
 
-def line_chart(name: str, series: Sequence[Series], x: Axis, y: Axis, tips: Sequence[tuple[float, str]]) -> str:
-    """Draw lines over an axis; each tip is (x, what to show under the pointer there)."""
+def line_chart(name: str, series: Sequence[Series], x: Axis, y: Axis, tips: Sequence[tuple[float, str]],
+               rules: Sequence[tuple[int, float]] = ()) -> str:  # fmt: skip
+    """Draw lines over an axis; each tip is (x, what to show under the pointer there), each rule (style, level)."""
     parts = [_title(y.title, above=True), _title(x.title), _levels(y)]
     parts += [_tick(x.x(tick), x.write(tick)) for tick in x.ticks()]
+    parts += [_across(f"range s{style}", y.y(level)) for style, level in rules]
+    dotted = [each for each in series if each.errors is not None]
     for each in series:
         for low, high in each.bands:
             edge = [*zip(each.xs, high, strict=True), *reversed([*zip(each.xs, low, strict=True)])]
             parts.append(f'<path class="band s{each.style}" d="M{_path(edge, x, y)}Z"/>')
     for each in series:
         points = [*zip(each.xs, each.ys, strict=True)]
+        aside = 0.0
+        if each.errors is not None:
+            aside = BESIDE * (dotted.index(each) - (len(dotted) - 1) / 2)
+            for (at, value), (bottom, top) in zip(points, each.errors, strict=True):
+                parts.append(_error(x.x(at) + aside, y.y(top), y.y(bottom), each.style))
+                parts.append(_dot(x.x(at) + aside, y.y(value), 4, each.style))
         if len(points) == 1:
             parts.append(_dot(x.x(points[0][0]), y.y(points[0][1]), 3, each.style))
         else:
-            parts.append(f'<path class="line s{each.style}" d="M{_path(points, x, y)}"/>')
+            parts.append(f'<path class="line s{each.style}" d="M{_path(points, x, y, aside)}"/>')
     return _svg(name, [*parts, _strips([x.x(value) for value, _ in tips], [words for _, words in tips])])
 
 
@@ -181,12 +195,16 @@ def _tick(at: float, word: str, height: int = HEIGHT) -> str:
     return f'<text class="tick" x="{at:.1f}" y="{height - BOTTOM + 17}">{escape(word)}</text>'
 
 
-def _path(points: Sequence[tuple[float, float]], x: Axis, y: Axis) -> str:
-    return "L".join(f"{x.x(a)} {y.y(b)}" for a, b in points)
+def _path(points: Sequence[tuple[float, float]], x: Axis, y: Axis, aside: float = 0.0) -> str:
+    return "L".join(f"{x.x(a) + aside} {y.y(b)}" for a, b in points)
 
 
 def _dot(x: float, y: float, radius: int, style: int) -> str:
     return f'<circle class="dot s{style}" cx="{x}" cy="{y}" r="{radius}"/>'
+
+
+def _error(x: float, top: float, bottom: float, style: int) -> str:
+    return f'<line class="range s{style}" x1="{x}" x2="{x}" y1="{top}" y2="{bottom}"/>'
 
 
 def _strips(at: Sequence[float], tips: Sequence[str]) -> str:
