@@ -18,9 +18,9 @@ from torch import Tensor
 from fedblur.core.config import LocalTraining
 from fedblur.data.population import Inputs, Shard, as_input, each_input
 from fedblur.learning.batches import Batch, Work, read_batches
-from fedblur.learning.dropout import SeededDropout
 from fedblur.learning.methods import Gradient, Method
 from fedblur.learning.module_function import Forward, Layout, Params, add, add_to, add_where, evaluating, zeros_for
+from fedblur.learning.randomness import SeededRandomness
 from fedblur.learning.tasks import Classification, Task
 from fedblur.privacy.clipping import Bounded, Message
 
@@ -147,7 +147,7 @@ class LocalProgram:
         forward = self.forward if seed is not None else evaluating(self.forward)
 
         def outputs_of(theta: Params) -> Tensor:
-            with SeededDropout(seed, step):
+            with SeededRandomness(seed, step):
                 outputs = forward(theta, batch.inputs)
             for method in methods:
                 outputs = method.adjust(outputs, batch.labels, batch.weights > 0)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from fedblur.data.population import Federation, Population, Samples, Shard, as_input, each_input
-from fedblur.learning.dropout import SeededDropout
 from fedblur.learning.methods import Method
 from fedblur.learning.metrics import Accuracy, Metric
 from fedblur.learning.module_function import Forward, Params, evaluating
+from fedblur.learning.randomness import SeededRandomness
 from fedblur.learning.tasks import Classification, Task
 
 MOST_CLIENTS, MOST_SAMPLES = 200, 50  # looked at for fairness: about as many samples as a test set has
@@ -172,6 +172,6 @@ def _predictions(
             for method in methods:
                 inputs = method.view(inputs, torch.tensor(chunk, device=device), view)
             seen.append(inputs)
-        with SeededDropout(None):
+        with SeededRandomness(None):
             outputs = task.merge(torch.stack([forward(theta, each) for each in seen]))
         yield outputs, samples.y[part].to(device)

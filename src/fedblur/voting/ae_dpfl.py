@@ -15,9 +15,9 @@ from fedblur.core.registry import convert_part, part, register
 from fedblur.core.rng import Rng
 from fedblur.data.population import as_input
 from fedblur.learning.client import Block, ClientJob
-from fedblur.learning.dropout import SeededDropout
 from fedblur.learning.models import make_model
 from fedblur.learning.module_function import Layout, Params, as_function, check_model, evaluating, initial_vector
+from fedblur.learning.randomness import SeededRandomness
 from fedblur.voting.base import Booth, Electorate, Voting
 
 if TYPE_CHECKING:
@@ -100,5 +100,5 @@ class Teachers:
         return F.one_hot(chosen, self.classes).double()  # from [clients, samples]
 
     def _classes(self, theta: Params, inputs: Tensor) -> Tensor:
-        with SeededDropout(None):
+        with SeededRandomness(None):
             return evaluating(self.job.forward)(theta, inputs).argmax(-1)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from fedblur.core.rng import Rng
 from fedblur.data.population import as_input
-from fedblur.learning.dropout import SeededDropout
 from fedblur.learning.module_function import Forward, Layout, Params, evaluating
+from fedblur.learning.randomness import SeededRandomness
 from fedblur.voting.base import Voting
 from fedblur.voting.release import UNANSWERED
 
@@ -91,7 +91,7 @@ class Trainer:
     def _collapsed(self, student: Student) -> bool:
         """Return whether it predicts one class for all of its labelled samples, or nothing that is a number."""
         data, theta, at_rest = self.data, self.layout.unflatten(student.theta), evaluating(self.forward)
-        with torch.no_grad(), SeededDropout(None):
+        with torch.no_grad(), SeededRandomness(None):
             parts = [at_rest(theta, as_input(data.x[part])) for part in torch.split(data.labelled, _AT_ONCE)]
         logits = torch.cat(parts)
         said = logits.argmax(1)
@@ -113,16 +113,16 @@ class Trainer:
         data, size = self.data, self.settings.student_batch_size
         drawn = _draw(len(data.labelled), size, generator)
         x = weak(as_input(data.x[data.labelled[drawn]]), generator)
-        with SeededDropout(seed, 0):
+        with SeededRandomness(seed, 0):
             loss = F.cross_entropy(self.forward(theta, x), data.labels[drawn])
         if self.settings.consistency == 0 or len(data.rest) == 0:
             return loss
         # the cross-entropy of the disturbed view against the class of the plain one, where that is sure
         rest = as_input(data.x[data.rest[_draw(len(data.rest), _UNLABELLED * size, generator)]])
         fixed = {name: tensor.detach() for name, tensor in theta.items()}
-        with SeededDropout(None):
+        with SeededRandomness(None):
             sure, target = evaluating(self.forward)(fixed, weak(rest, generator)).softmax(1).max(1)
-        with SeededDropout(seed, 1):
+        with SeededRandomness(seed, 1):
             logits = self.forward(theta, strong(rest, data.scale, generator))
         losses = F.cross_entropy(logits, target, reduction="none")
         return loss + self.settings.consistency * (losses * (sure >= self.settings.confidence)).mean()

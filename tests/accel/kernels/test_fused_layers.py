@@ -8,7 +8,7 @@ from torch.func import functional_call, grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fedblur.accel.kernels.fused_layers import PerClientLayers, fusing
-from fedblur.learning.dropout import SeededDropout
+from fedblur.learning.randomness import SeededRandomness
 
 CLIENTS, BATCH = 3, 4
 
@@ -54,7 +54,7 @@ def stacked(layers: list[nn.Module]) -> tuple[nn.Module, dict[str, Tensor], Tens
 
 def gradients_of(module: nn.Module, mode: bool):
     def loss(theta: dict[str, Tensor], x: Tensor, seed: Tensor) -> Tensor:
-        with SeededDropout(seed, 7):
+        with SeededRandomness(seed, 7):
             if not mode:
                 return F.cross_entropy(functional_call(module, theta, (x,)), torch.arange(BATCH) % 3)
             with PerClientLayers():
