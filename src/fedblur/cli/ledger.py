@@ -23,11 +23,13 @@ from fedblur.privacy.accounting import ACCOUNTANTS
 from fedblur.privacy.ledger_file import open_ledger
 from fedblur.privacy.signature import check_seal, check_signature, make_key, seal, sign
 from fedblur.report.text import in_short
+from fedblur.training.run_folder import RunFolder
 from fedblur.training.verify_ledger import Books, compose, ledger_path, read_books, unprotected, verify
 
 _SECRECY = {
     "operating system": "",
     "seed": "; not private: seeded noise (ε is that of the same run with secret noise)",
+    "unaudited part": "; it claims no ε: a mechanism or a sampler of the user's own passed no audit",
     "unknown": "; where its noise came from is not recorded",
 }
 
@@ -117,10 +119,16 @@ def verify_(
             book = read_books(run)
             name, delta = book.budget.accountant, book.budget.delta
             spent = f"ε = {_epsilon(book.epsilon(name))} ({name.upper()}) at δ = {delta:.3g}"
-            if book.randomness == "seed":
+            summary = RunFolder(ledger_path(run).parent).stored_summary()
+            own = summary.privacy.own_parts if summary is not None else None
+            if summary is not None and summary.privacy.unclaimed:
+                spent = f"claims no ε: {summary.privacy.unclaimed}"
+            elif book.randomness == "seed":
                 spent = f"not private: seeded noise (with secret noise: {spent})"
             old = "" if book.bound else "; opened by version 0.2, which did not bind it to the model and the summary"
             typer.echo(f"{run}: verified, {len(book.spends)} releases, {spent}, ledger {book.chain.head}{old}")
+            for part in own or ():
+                typer.echo(f"  not FedBlur's: {part.told}")
     if any(checked.values()):
         raise typer.Exit(FOUND)
 

@@ -20,6 +20,7 @@ _MOVED = {
 }
 RENAMED = {
     "adaptive": "training.adaptive_clipping",
+    "audit.laws": "privacy.laws",
     "audit.tiny_world": "experiments.audit.worst_case",
     "binding": "privacy.mechanisms.base",
     "bounding": "privacy.clipping",
@@ -34,6 +35,7 @@ RENAMED = {
     "engines.flower": "flower",
     "engines.isolation": "engines.isolation_check",
     "engines.processes": "engines.cohort_sum",
+    "experiments.audit.laws": "privacy.laws",
     "fairness": "learning.evaluation",
     "flower.member": "flower.secure_sum_client",
     "flower.sums": "flower.secure_sum_server",

@@ -7,10 +7,10 @@ It is made once, when the run ends. Summary, statement, reports, tables and voti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -21,6 +21,8 @@ UNIT = "client (all samples of one user)"
 SEEDED = "NOT PRIVATE: seeded"
 NOISELESS = "NOT PRIVATE: no noise"
 UNBOUNDED = "NOT PRIVATE: no noise and no clip norm"
+
+UNCLAIMED = "CLAIMS NO ε"
 
 T = TypeVar("T")
 _reader: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
@@ -55,6 +57,36 @@ class PopulationTotal:
 
 
 @dataclass(frozen=True)
+class OwnPart:
+    """A part of a run that is not FedBlur's own, and what nobody has checked about it."""
+
+    kind: str
+    name: str
+    module: str  # where its code is
+    unchecked: str
+    audit: Literal["passed", "failed", "not run"] | None = None  # None: what is claimed does not rest on its code
+    findings: str | None = None  # of the audit
+
+    @property
+    def words(self) -> str:
+        return f"{self.kind} {self.name!r} from module {self.module}"
+
+    @property
+    def unclaimed(self) -> str | None:
+        """Return why a run with this part claims nothing; None where it may claim an ε."""
+        if self.audit in (None, "passed"):
+            return None
+        outcome = f"failed ({self.findings})" if self.audit == "failed" else "was not run"
+        return f"{self.words} is not FedBlur's, and its audit {outcome}"
+
+    @property
+    def told(self) -> str:
+        """Return the part, its audit, and what is unchecked, in words."""
+        audit = "" if self.audit is None else f", audit {self.audit}" + (f" ({self.findings})" if self.findings else "")
+        return f"{self.words}{audit}; unchecked: {self.unchecked}"
+
+
+@dataclass(frozen=True)
 class Claim:
     """The claim that a result must state. A claim about votes has queries and no clip norm."""
 
@@ -85,6 +117,7 @@ class Claim:
     tuned: str | None = None  # by `fedblur tune`: which way; `tuning` says what it cost
     selection: Selection | None = None
     population: PopulationTotal | None = None  # of private data, or where one was named
+    own_parts: tuple[OwnPart, ...] | None = None  # that are not FedBlur's; None: there are none
 
     def __post_init__(self) -> None:
         told = (self.queries, self.vote_noise_std, self.checks, self.check_noise_std)
@@ -96,21 +129,44 @@ class Claim:
         """Whether labels were released, not sums of updates."""
         return self.clip_norm is None
 
+    @property
+    def unclaimed(self) -> str | None:
+        """Return why nothing is claimed: a part that ε rests on is not FedBlur's, and did not pass an audit."""
+        return unclaimed(self.own_parts or ())
 
-def why_not_private(private_noise: bool, noise_multiplier: float, clip_norm: float | None = None) -> str | None:
-    """Return why a run protects nobody; None where it protects its clients. `private_noise`: nobody has its seed."""
+
+def why_not_private(
+    private_noise: bool, noise_multiplier: float, clip_norm: float | None = None, unclaimed: str | None = None
+) -> str | None:
+    """Return why a run protects nobody; None where it protects its clients. `private_noise`: nobody has its seed.
+
+    `unclaimed`: why a part that is not FedBlur's lets the run claim nothing.
+    """
     if noise_multiplier == 0:
         return UNBOUNDED if clip_norm is not None and math.isinf(clip_norm) else NOISELESS
-    return None if private_noise else SEEDED
+    if not private_noise:
+        return SEEDED
+    return None if unclaimed is None else f"{UNCLAIMED}: {unclaimed}"
+
+
+def unclaimed(parts: Iterable[OwnPart]) -> str | None:
+    """Return why a run with these parts claims nothing; None where none of them stands in the way."""
+    return "; ".join(reason for part in parts if (reason := part.unclaimed)) or None
 
 
 def to_json(record: Any) -> dict[str, Any]:
     """Return a record as JSON objects, without fields that do not apply to it (None by default)."""
     return {
-        field.name: to_json(value) if is_dataclass(value) else value
+        field.name: _plain(value)
         for field in fields(record)
         if (value := getattr(record, field.name)) is not None or field.default is MISSING
     }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    return to_json(value) if is_dataclass(value) else value
 
 
 def from_json(kind: type[T], table: Mapping[str, Any], name: object) -> T:

@@ -165,8 +165,12 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
         os.close(file)
 
 
-Randomness = Literal["operating system", "seed"]  # where noise and cohorts come from
-_SOURCES: dict[Randomness, str] = {"operating system": "the operating system", "seed": "a seed"}
+Randomness = Literal["operating system", "seed", "unaudited part"]  # where noise and cohorts come from
+_SOURCES: dict[Randomness, str] = {
+    "operating system": "the operating system",
+    "seed": "a seed",
+    "unaudited part": "a user's own part that passed no audit",
+}
 _CLOSING = re.compile(rb'\{"body": \{"at": "[^"]*", "k')  # "kind" comes second there; a release has "event" before it
 CUT_SHORT = "a line that a crash cut short, counted as a release"
 
@@ -428,9 +432,11 @@ def read_randomness(chain: Chain) -> Randomness | None:
     return cast(Randomness | None, recorded)
 
 
-def randomness_of(seed: int | None) -> Randomness:
-    """Return where the noise of a run with this seed comes from."""
-    return "operating system" if seed is None else "seed"
+def randomness_of(seed: int | None, unaudited: bool = False) -> Randomness:
+    """Return where the noise of a run with this seed comes from; `unaudited`: a part of it failed its audit."""
+    if seed is not None:
+        return "seed"
+    return "unaudited part" if unaudited else "operating system"
 
 
 def read_spends(links: list[Link]) -> list[tuple[int, events.Event]]:

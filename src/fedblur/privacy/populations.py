@@ -331,7 +331,10 @@ def unprotected(entries: Iterable[Entry]) -> str | None:
     if not bad:
         return None
     first = bad[0]
-    why = "seeded" if first.randomness == "seed" else "of a source of noise that its ledger does not name"
+    why = {
+        "seed": "seeded",
+        "unaudited part": "by a mechanism or a sampler of the user's own that passed no audit",
+    }.get(first.randomness, "of a source of noise that its ledger does not name")
     others = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
     return f"the {first.kind} in {first.run} is {why}{others}"
 

@@ -202,6 +202,11 @@ class Full:
         return FullSampler(clients)
 
 
+def each_once(ids: Tensor) -> bool:
+    """Return whether a cohort names no client twice, in rising order: who is named twice is summed twice."""
+    return bool((ids[1:] > ids[:-1]).all())
+
+
 def _check(clients: int, rate: float) -> None:
     if clients < 1:
         raise ConfigError(f"clients={clients} must be 1 or more")

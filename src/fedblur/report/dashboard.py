@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from fedblur.core.errors import FedBlurError
 from fedblur.experiments.table import PlannedCell
-from fedblur.privacy.claim import SEEDED
+from fedblur.privacy.claim import SEEDED, UNCLAIMED
 from fedblur.report.charts import Figure, group_figures, percent, run_figures
 from fedblur.report.comparison import Line, compare
 from fedblur.report.measures import ACCURACY, Measure
@@ -214,7 +214,8 @@ def _lead(groups: Sequence[Group], details: Sequence[Detail]) -> str:
 def _notice(records: Sequence[Record]) -> str:
     """Return why some of these runs protect nobody."""
     found = [(s.privacy.warning or "") if (s := r.summary) else "" if r.seed is None else SEEDED for r in records]
-    reasons = sorted({words.removeprefix("NOT PRIVATE: ") for words in found if words})
+    plain = (words.removeprefix("NOT PRIVATE: ").replace(UNCLAIMED, "no ε is claimed") for words in found if words)
+    reasons = sorted(set(plain))
     if not reasons:
         return ""
     who = "" if all(found) else f" ({sum(map(bool, found))} of {len(found)} runs)"

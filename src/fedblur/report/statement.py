@@ -21,11 +21,11 @@ from fedblur.core.errors import RunError
 from fedblur.core.files import demand_digest, read_json, write_atomically
 from fedblur.core.registry import build
 from fedblur.privacy.accounting import ACCOUNTANTS, zcdp
-from fedblur.privacy.claim import Claim, Selection, to_json
+from fedblur.privacy.claim import UNCLAIMED, Claim, Selection, to_json
 from fedblur.privacy.ledger import read_randomness
 from fedblur.report.page import Page, html, render_markdown
 from fedblur.report.text import counted, rounded_up, words_of_population
-from fedblur.training.run_folder import RunFolder, RunSummary
+from fedblur.training.run_folder import NO_AUDIT, RunFolder, RunSummary
 from fedblur.training.verify_ledger import Books, compose, read_books, unprotected, verify
 
 SEEDED = "not private: seeded noise"
@@ -73,6 +73,12 @@ class Statement:
         return self.not_private == SEEDED
 
     @property
+    def unclaimed(self) -> str | None:
+        """Return why nothing is claimed: a part that ε rests on is not FedBlur's, and passed no audit."""
+        unaudited = self.books.randomness == "unaudited part"
+        return self.privacy.unclaimed or (NO_AUDIT if unaudited else None)
+
+    @property
     def in_floats(self) -> bool:
         """Whether version 0.1 made the run: its Gaussian noise was added in floating point (docs/privacy.md).
 
@@ -97,11 +103,21 @@ class Statement:
         return self.chosen.score_clients if self.chosen and not self.chosen.score_clients_protected else 0
 
     def epsilons(self) -> dict[str, float | None]:
-        """Return ε by accountant, recomputed from the ledger."""
+        """Return ε by accountant, recomputed from the ledger; infinite where a part of the run forbids a claim."""
+        if self.unclaimed:
+            return dict.fromkeys(ACCOUNTANTS, math.inf)
         return {name: self.books.epsilon(name) for name in ACCOUNTANTS}
 
     def one_line(self) -> str:
-        """Return the whole claim in a line."""
+        """Return the whole claim in a line, and which parts are not FedBlur's."""
+        own = [part.words + (f" (audit {part.audit})" if part.audit else "") for part in self.privacy.own_parts or ()]
+        others = f"; not FedBlur's: {', '.join(own)}" if own else ""
+        if self.unclaimed:
+            seeded = "; not private either way: seeded noise" if self.seeded else ""
+            return f"{UNCLAIMED}: {self.unclaimed}{seeded}"
+        return self._figures() + others
+
+    def _figures(self) -> str:
         delta, other = self.books.budget.delta, "rdp" if self.books.budget.accountant == "pld" else "pld"
         main, second = self.epsilons()[self.books.budget.accountant], self.epsilons()[other]
         also = "" if second is None else f"; {other.upper()} {rounded_up(second)}"
@@ -134,13 +150,15 @@ class Statement:
             "made": self.made,
             "private": self.not_private is None,
             "not_private_because": self.not_private,
+            "claims_nothing_because": self.unclaimed,
+            "own_parts": [to_json(part) for part in self.privacy.own_parts or ()],
             "epsilon": self.epsilons(),
             "delta": self.books.budget.delta,
             "delta_times_clients": self.books.budget.delta * self.summary.clients,
             "zcdp_rho": zcdp(self.books.event()),
             "clients": self.summary.clients,
             "releases": len(self.books.spends),
-            "claim": {key: value for key, value in claim.items() if key not in ("epsilon", "warning")},
+            "claim": {key: value for key, value in claim.items() if key not in ("epsilon", "warning", "own_parts")},
             "runs_composed": len(runs),
             "total": {
                 "delta": total_delta,
@@ -197,7 +215,12 @@ class Statement:
     def notice(self) -> str:
         """Say what a reader must know first; nothing for a private run with a whole ledger."""
         lines = []
-        if self.not_private:
+        if self.unclaimed:
+            lines.append(
+                f"No ε is claimed for this run: {self.unclaimed}. Only the author of that part knows what its noise "
+                "and its cohorts are."
+            )
+        elif self.not_private:
             lines.append(f"This run is {self.not_private}.")
         if self.seeded:
             lines.append(

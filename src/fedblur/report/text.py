@@ -84,6 +84,8 @@ def print_summary(run: Path, summary: RunSummary, console: Console) -> None:
         lines["tuning"] = privacy.tuning
     if summary.data_note:
         lines["note"] = summary.data_note
+    if privacy.own_parts:
+        lines["own parts"] = "; ".join(part.told for part in privacy.own_parts)
     if privacy.cautions:
         lines["CAUTION"] = "; ".join(privacy.cautions)
     if privacy.warning:

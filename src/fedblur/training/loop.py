@@ -7,6 +7,7 @@ its last checkpoint; with a seed it ends with the same bytes as one that was nev
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -26,7 +27,7 @@ from fedblur.engines.cohort_sum import Connect
 from fedblur.engines.distributed import Ranks, demand_one_process, together
 from fedblur.learning.evaluation import Measured, fairness, measure
 from fedblur.learning.module_function import initial_vector, load_vector
-from fedblur.privacy.claim import to_json
+from fedblur.privacy.claim import to_json, unclaimed
 from fedblur.training.checkpoint import Checkpoint, save_checkpoint
 from fedblur.training.checks import check_arguments, note_divergence
 from fedblur.training.machine import Machine
@@ -119,7 +120,8 @@ def train(
                 folder.abandon()  # nothing was released: leave no half-made run behind
                 raise
             if tell is not None:
-                for line in (setup.header, *(f"caution: {caution}" for caution in setup.cautions)):
+                foreign = (f"not FedBlur's: {part.told}" for part in setup.own_parts)
+                for line in (setup.header, *(f"caution: {caution}" for caution in setup.cautions), *foreign):
                     tell(line)
             state = setup.protocol.server.init(setup.initial)
             if config.averaging is not None:
@@ -223,6 +225,7 @@ def _row(setup: Setup, state: ServerState, local_only: dict[str, Any], began: fl
         # A private run paid twice for repeated rounds; a seeded one repeats the same releases.
         ledger, plan = setup.protocol.ledger, setup.protocol.plan
         epsilon = ledger.epsilon() if setup.rng.private else plan.epsilon(state.round)
+        epsilon = epsilon if unclaimed(setup.own_parts) is None else math.inf
         measured = held_out_figures(setup, published(state, config.averaging))
     figures: dict[str, Any] = {}
     names = [metric.part_name for metric in setup.metrics]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fedblur.core.config import LocalTraining
-from fedblur.core.errors import RoundAborted
+from fedblur.core.errors import PrivacyError, RoundAborted
 from fedblur.core.rng import Rng
 from fedblur.engines import CohortSum
 from fedblur.engines import Task as RoundTask
@@ -26,6 +26,7 @@ from fedblur.privacy.clipping import Bounding, Message
 from fedblur.privacy.ledger import Payment, Spending
 from fedblur.privacy.mechanisms import Mechanism
 from fedblur.privacy.mechanisms.base import Release
+from fedblur.privacy.sampling import each_once
 from fedblur.training.adaptive_clipping import Adaptive
 from fedblur.training.denoise import Denoise
 from fedblur.training.public_mask import Mask
@@ -69,6 +70,8 @@ def run_round(protocol: Protocol, state: ServerState, rng: Rng) -> RoundResult:
     protocol.ledger.demand_room(round_, event, replay=not rng.private)
 
     cohort = plan.sampler.cohort(rng.child("cohort"))  # P_t: private, it stays here
+    if not each_once(cohort):
+        raise PrivacyError(f"round {round_}: the sampler names a client twice; a cohort has rising client numbers")
     job = client_job(protocol, state)
     width, bound = job.message.width(protocol.layout.total), job.message.l2_bound(job.clip_norm)
     release = Release(width, bound, plan.noise_multiplier, len(cohort), state.theta.device, round_)

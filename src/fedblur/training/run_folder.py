@@ -57,6 +57,7 @@ from fedblur.training.checkpoint import has_checkpoint
 
 Stage = Literal["empty", "prepared", "begun", "complete", "search", "broken"]
 NOTHING = "nothing released: no trial was drawn"  # the status of a search that ended so
+NO_AUDIT = "the ledger says that a part of the user's own passed no audit"
 _MOST_BYTES = 2**36  # of a model
 # Neither what is local only nor times may decide the closing line: whoever guesses them could test the guess there.
 _UNCLOSED = ("local_only", "seconds")
@@ -324,9 +325,12 @@ class RunFolder:
             subject, recorded = read_subject(chain), read_randomness(chain)
         sigma = summary.privacy.noise_multiplier if subject is None else subject.noise_multiplier
         seeded = "seed" in (recorded, "seed" in resolved and randomness_of(resolved["seed"]))
+        reason = summary.privacy.unclaimed or (NO_AUDIT if recorded == "unaudited part" else None)
         clip_norm = summary.privacy.clip_norm
         privacy = replace(
-            summary.privacy, noise_multiplier=sigma, warning=why_not_private(not seeded, sigma, clip_norm)
+            summary.privacy,
+            noise_multiplier=sigma,
+            warning=why_not_private(not seeded, sigma, clip_norm, reason),
         )
         if subject is None:  # a search, or a run of version 0.2
             return replace(summary, privacy=privacy)

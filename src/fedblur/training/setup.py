@@ -30,13 +30,14 @@ from fedblur.learning.models.fixed_features import computed_ahead
 from fedblur.learning.module_function import Layout, ModuleFunction, as_function, check_model, copied, initial_vector
 from fedblur.privacy import events
 from fedblur.privacy.accounting import PrivacyPlan, make_plan
-from fedblur.privacy.claim import UNIT
+from fedblur.privacy.claim import UNIT, OwnPart, unclaimed
 from fedblur.privacy.clipping import Message
 from fedblur.privacy.ledger import Budget, Ledger, Subject, randomness_of
 from fedblur.privacy.mechanisms.base import mechanism_for
 from fedblur.privacy.population_account import account_of, covers
 from fedblur.training.checks import cautions, check_fit
 from fedblur.training.machine import Machine
+from fedblur.training.own_parts import audited, own_parts
 from fedblur.training.round import Protocol
 
 
@@ -52,6 +53,7 @@ class Setup:
     rng: Rng
     held_out: Samples  # what metrics are measured on: validation clients or test data, never both
     source: Source  # of the cohorts' sums
+    own_parts: tuple[OwnPart, ...] = ()  # that are not FedBlur's, with what their audits found
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
@@ -115,6 +117,9 @@ def prepare(
     job = ClientJob(forward, layout, start, config.local, config.method, config.clip_norm, message, config.task)
     work = Work(job, trained, data.test, classes, plan.expected_cohort, config.rounds)
     private = rng.private and plan.noise_multiplier > 0
+    own = own_parts(config, None if named else module)
+    if ledger is not None:  # before anything is spent
+        own = audited(own, config, plan, layout.total, rng.child("audit of own parts"))
     mechanism = mechanism_for(config, plan.sampler, layout.total)
     source = connect(Wanted(work, data, plan, device, "bf16" if half else "fp32", private, machine.engine))
     protocol = Protocol(
@@ -123,7 +128,7 @@ def prepare(
         mechanism=mechanism,
         server=config.server,
         averaging=config.averaging,
-        ledger=ForeignLedger() if ledger is None else ledger_of(config, plan, ledger, data, machine, canaries > 0),
+        ledger=ForeignLedger() if ledger is None else ledger_of(config, plan, ledger, data, machine, canaries > 0, own),
         forward=forward,
         layout=layout,
         local=config.local,
@@ -135,7 +140,7 @@ def prepare(
         denoise=config.denoise,
         task=config.task,
     )
-    return Setup(config, data, module, initial, protocol, rng, held_out(config, data), source)
+    return Setup(config, data, module, initial, protocol, rng, held_out(config, data), source, own)
 
 
 def data_and_model(
@@ -156,14 +161,26 @@ def data_and_model(
 
 
 def ledger_of(
-    config: Config, plan: PrivacyPlan, path: Path, data: Federation, machine: Machine, audit: bool = False
+    config: Config,
+    plan: PrivacyPlan,
+    path: Path,
+    data: Federation,
+    machine: Machine,
+    audit: bool = False,
+    own: tuple[OwnPart, ...] = (),
 ) -> Ledger:
-    """Open a run's ledger for the budget of its plan. Its population must have room for all of it."""
+    """Open a run's ledger for the budget of its plan. Its population must have room for all of it.
+
+    `own`: parts that are not FedBlur's. A run with one that failed its audit counts as ε = ∞ wherever runs add up.
+    """
     budget = Budget(plan.epsilon_target, plan.delta, config.accountant, plan.rounds)
     kind = "audit" if audit else "deployment" if data.remote else "voting" if config.voting is not None else "run"
     kind = "table cell" if kind == "run" and path.parent.name == config_hash(config) else kind
     paid = machine.paid_by is not None and covers(machine.paid_by, plan.event(), plan.rounds)
-    randomness = randomness_of(config.seed)
+    reason = unclaimed(own)
+    if reason is not None and machine.paid_by is not None:
+        raise PrivacyError(f"a search cannot try settings that claim no ε: {reason}")
+    randomness = randomness_of(config.seed, unaudited=reason is not None)
     account = None if paid else account_of(config.population, data, plan.event(), budget, kind, randomness)
     if account is not None and account.budgeted and config.evaluate == "validation":
         raise PrivacyError(

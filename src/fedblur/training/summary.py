@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from fedblur.core.registry import describe
 from fedblur.core.version import version
 from fedblur.learning.evaluation import Measured
 from fedblur.learning.metrics import metrics_of
-from fedblur.privacy.claim import Claim, why_not_private
+from fedblur.privacy.claim import Claim, unclaimed, why_not_private
 from fedblur.privacy.planning import signal_to_noise
 from fedblur.training.round import Protocol
 from fedblur.training.run_folder import RunSummary
@@ -60,10 +61,12 @@ def claim(setup: Setup, state: ServerState) -> Claim:
         sigma = protocol.clipping.vector_multiplier(plan.noise_multiplier, plan.expected_cohort)
         vector_plan = replace(plan, noise_multiplier=sigma)
         clip_norm = protocol.clipping.clip_norm(state, clip_norm)
+    nothing = unclaimed(setup.own_parts) is not None
     stated = Claim(
         warning=warning(setup),
+        own_parts=setup.own_parts or None,
         cautions=tuple(setup.cautions),
-        epsilon=protocol.ledger.epsilon(),
+        epsilon=math.inf if nothing else protocol.ledger.epsilon(),
         delta=plan.delta,
         accountant=config.accountant,
         adjacency=plan.adjacency,
@@ -86,7 +89,8 @@ def claim(setup: Setup, state: ServerState) -> Claim:
 
 def warning(setup: Setup) -> str | None:
     """Return why this run protects nobody; None where it protects its clients."""
-    return why_not_private(setup.rng.private, setup.protocol.plan.noise_multiplier, setup.config.clip_norm)
+    sigma, reason = setup.protocol.plan.noise_multiplier, unclaimed(setup.own_parts)
+    return why_not_private(setup.rng.private, sigma, setup.config.clip_norm, reason)
 
 
 def clipping_rule(protocol: Protocol) -> str:

@@ -8,6 +8,7 @@
     closing     model, summary and rounds are what the ledger was closed with
     randomness  the ledger, config.json and the summary agree on where the noise came from: the system, or a seed
     budget      the releases are of one kind and within the budget
+    own parts   the summary names the mechanism and the sampler that are not FedBlur's, and their audit holds again
     claim       what the summary says of ε, noise, N and warnings is what follows from ledger and configuration
 
 Not found: a folder whose every file was rolled back or rewritten together. There is no secret in a chain. A signature
@@ -28,6 +29,7 @@ from fedblur.core.errors import ConfigError, FedBlurError, RunError
 from fedblur.core.files import read_json_if_there
 from fedblur.core.plugins import loaded
 from fedblur.core.registry import describe
+from fedblur.core.rng import make_rng
 from fedblur.privacy import events
 from fedblur.privacy.accounting import ACCOUNTANTS, Accountant, PrivacyPlan
 from fedblur.privacy.claim import UNIT
@@ -36,6 +38,7 @@ from fedblur.privacy.ledger import Budget, Chain, Subject, randomness_of, read_b
 from fedblur.privacy.ledger_file import demand_anchor, open_ledger, read_closing, read_subject
 from fedblur.privacy.totals import spent, together
 from fedblur.training.checkpoint import load_newest
+from fedblur.training.own_parts import audited, own_parts
 from fedblur.training.run_folder import RunFolder, RunSummary
 from fedblur.training.setup import plan_for
 
@@ -50,7 +53,7 @@ class Books:
     chain: Chain
     budget: Budget
     spends: list[tuple[int, Event]]
-    randomness: Literal["operating system", "seed", "unknown"]  # where noise and cohorts came from
+    randomness: Literal["operating system", "seed", "unaudited part", "unknown"]  # where noise and cohorts came from
 
     def event(self) -> Event | None:
         """Return everything that was released, as one event."""
@@ -108,7 +111,10 @@ def unprotected(books: list[Books]) -> str | None:
     """Return why a total over these runs is infinite though each added noise; None if all noise was secret."""
     seeded = sum(book.randomness == "seed" for book in books if book.spends)
     unknown = sum(book.randomness == "unknown" for book in books if book.spends)
+    unaudited = sum(book.randomness == "unaudited part" for book in books if book.spends)
     reasons = []
+    if unaudited:
+        reasons.append(f"{_runs(unaudited)} had a mechanism or a sampler of the user's own that passed no audit")
     if seeded:
         reasons.append(f"{_runs(seeded)} drew the noise from a seed, and whoever has the seed can subtract it")
     if unknown:
@@ -144,6 +150,7 @@ def verify(run: Path) -> list[str]:
         _closing(folder, books, summary),
         _secrecy(books, summary, statement),
         _budget(books),
+        _own_parts(folder, books, summary, config),
         _claim(books, summary),
     )
     try:
@@ -232,7 +239,7 @@ def _plan(folder: RunFolder, books: Books, summary: RunSummary | None, config: C
         ("number of rounds", books.budget.rounds, budget.rounds),
         ("noise multiplier", subject.noise_multiplier, plan.noise_multiplier),
         ("planned release", subject.event, events.to_json(plan.event())),
-        ("source of noise", read_randomness(books.chain) or randomness_of(config.seed), randomness_of(config.seed)),
+        ("source of noise", _source(books) or randomness_of(config.seed), randomness_of(config.seed)),
     ]
     if config.clients is not None and config.voting is None:
         stated.append(("number of clients", subject.clients, config.clients))
@@ -265,6 +272,30 @@ def _plan(folder: RunFolder, books: Books, summary: RunSummary | None, config: C
     derived = folder.read_summary()
     if derived is not None and derived.privacy.warning != claim.warning:
         yield f"summary.json's warning is {claim.warning!r}, the ledger and config.json say {derived.privacy.warning!r}"
+
+
+def _source(books: Books) -> str | None:
+    """Return where the ledger says that noise came from. That a part passed no audit says nothing of the source."""
+    recorded = read_randomness(books.chain)
+    return "operating system" if recorded == "unaudited part" else recorded
+
+
+def _own_parts(folder: RunFolder, books: Books, summary: RunSummary | None, config: Config | None) -> Iterator[str]:
+    """Check that a mechanism and a sampler of the user's own are named, and audit them again."""
+    own = own_parts(config) if config is not None else ()
+    subject = read_subject(books.chain)
+    if config is None or summary is None or subject is None or all(part.audit is None for part in own):
+        return
+    named = {(part.kind, part.name, part.module): part for part in summary.privacy.own_parts or ()}
+    plan = replanned(folder, config, subject, summary)
+    for part in audited(own, config, plan, summary.parameters, make_rng(None)):
+        stated = named.get((part.kind, part.name, part.module))
+        if part.audit is not None and stated is None:
+            yield f"summary.json does not say that {part.words} is not FedBlur's"
+        elif part.unclaimed and stated is not None and not stated.unclaimed:
+            yield f"summary.json says that {part.words} passed its audit; here it {part.audit}: {part.findings}"
+    if summary.privacy.unclaimed and read_randomness(books.chain) == "operating system":
+        yield "the ledger does not say that a part passed no audit, summary.json does"
 
 
 def _implied(books: Books, summary: RunSummary | None, config: Config | None) -> Subject | None:
@@ -351,6 +382,7 @@ def _claim(books: Books, summary: RunSummary | None) -> Iterator[str]:
     if summary is None:
         return
     claimed, total = summary.privacy.epsilon, books.epsilon(books.budget.accountant)
+    total = math.inf if summary.privacy.unclaimed else total
     releases = summary.privacy.releases
     if len(books.spends) > releases:
         yield (

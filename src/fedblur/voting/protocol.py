@@ -7,6 +7,7 @@ a repeated draw would be a second release, and would have to be paid for.
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -24,7 +25,7 @@ from fedblur.engines import suitable_threads
 from fedblur.learning.evaluation import evaluate, fairness
 from fedblur.learning.module_function import load_vector
 from fedblur.privacy.accounting import adjacency
-from fedblur.privacy.claim import Claim, why_not_private
+from fedblur.privacy.claim import Claim, unclaimed, why_not_private
 from fedblur.training.checkpoint import Checkpoint, has_checkpoint, load_newest, save_checkpoint
 from fedblur.training.loop import Row, Run, Watcher
 from fedblur.training.machine import Machine
@@ -242,10 +243,11 @@ def _row(stage: str, done: int, total: int) -> Row:
 
 def claim(election: Election) -> Claim:
     """Return what an election claims (invariant 10)."""
-    plan, event = election.plan, election.event
+    plan, event, nothing = election.plan, election.event, unclaimed(election.own_parts)
     return Claim(
-        warning=why_not_private(election.rng.private, plan.noise_multiplier),
-        epsilon=election.ledger.epsilon(),
+        warning=why_not_private(election.rng.private, plan.noise_multiplier, unclaimed=nothing),
+        own_parts=election.own_parts or None,
+        epsilon=election.ledger.epsilon() if nothing is None else math.inf,
         delta=plan.delta,
         accountant=election.config.accountant,
         adjacency=adjacency(plan.event()),

@@ -19,9 +19,11 @@ from fedblur.core.rng import Rng, Seeded, make_rng
 from fedblur.data.population import Federation, Population, Samples, one_input
 from fedblur.learning.module_function import Forward, Layout, as_function
 from fedblur.privacy.accounting import PrivacyPlan
+from fedblur.privacy.claim import OwnPart
 from fedblur.privacy.events import Votes
 from fedblur.privacy.ledger import Ledger
 from fedblur.training.machine import Machine
+from fedblur.training.own_parts import own_parts
 from fedblur.training.setup import data_and_model, held_out, ledger_of
 from fedblur.voting.base import Booth, Electorate, Voting
 from fedblur.voting.release import VoteNoise, plan_votes
@@ -66,6 +68,7 @@ class Election:
     layout: Layout
     initial: Tensor  # [d]
     held_out: Samples  # what accuracy is measured on; nobody learns from it
+    own_parts: tuple[OwnPart, ...]  # that are not FedBlur's
 
     @property
     def event(self) -> Votes:
@@ -83,6 +86,7 @@ def prepare(
     """Check and build everything. `federation` and `module` replace what the configuration names."""
     settings: Voting = config.voting
     device, rng = machine.torch_device(), make_rng(config.seed)
+    own = own_parts(config, module)
     data, module, layout, initial = data_and_model(config, machine, federation, module, rng)
     pool = reserve(data.train, settings, config.data_seed)
     plan = plan_votes(config, len(pool.voters), VoteNoise(pool.queries, pool.checks, settings.check_noise))
@@ -93,7 +97,7 @@ def prepare(
         pool=pool,
         electorate=settings.electorate(Booth(data.train, module, device, machine.engine, rng)),
         plan=plan,
-        ledger=ledger_of(config, plan, ledger, data, machine),
+        ledger=ledger_of(config, plan, ledger, data, machine, own=own),
         rng=rng,
         device=device,
         module=module,
@@ -101,6 +105,7 @@ def prepare(
         layout=layout,
         initial=initial,
         held_out=held_out(config, data),
+        own_parts=own,
     )
 
 

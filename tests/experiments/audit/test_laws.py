@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from fedblur.core.rng import Seeded
-from fedblur.experiments.audit.laws import ALARM, Check, CohortLog, NoiseLog, messages_fit
-from fedblur.experiments.audit.listening import Observation
+from fedblur.privacy.laws import ALARM, Check, CohortLog, NoiseLog, Observation, messages_fit
 from fedblur.privacy.mechanisms.base import Release
 from fedblur.privacy.mechanisms.gaussian import FixedPoint, Gaussian
 from fedblur.privacy.sampling import FixedSizeSampler, FullSampler, PoissonSampler, Sampler

@@ -29,7 +29,7 @@ from fedblur.core.errors import ConfigError
 from fedblur.core.rng import Seeded
 from fedblur.data.population import Federation, Packed, Samples, each_input, made_up
 from fedblur.engines import suitable_threads
-from fedblur.experiments.audit.laws import Check, holds
+from fedblur.privacy.laws import Check, holds
 from fedblur.privacy.mechanisms.base import Release
 from fedblur.privacy.mechanisms.gaussian import FixedPoint, Gaussian
 from fedblur.training.machine import Machine

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from fedblur.engines import Engine
 from fedblur.learning.client import Block, ClientJob
 from fedblur.privacy.clipping import Bounded
 from fedblur.privacy.events import Event
+from fedblur.privacy.laws import Observation
 from fedblur.privacy.mechanisms import Mechanism
 from fedblur.privacy.mechanisms.base import Noise, Release
 from fedblur.privacy.mechanisms.gaussian import FixedPoint, Gaussian
@@ -39,20 +39,6 @@ def first_state(protocol: Protocol, initial: Tensor) -> ServerState:
     """Return the server's state before the first round, with its average if there is one."""
     state = protocol.server.init(initial)
     return state if protocol.averaging is None else protocol.averaging.init(state)
-
-
-@dataclass(frozen=True)
-class Observation:
-    """One release. Only `heard` ever leaves; the rest is the auditor's knowledge of the inside."""
-
-    release: Release
-    heard: Tensor  # [width] float32: the noisy sum
-    known: Tensor  # [width] float64: the sum of the messages, without noise
-
-    @property
-    def residual(self) -> Tensor:
-        """The noise, [width] float64, in units of the standard deviation that is claimed for it."""
-        return (self.heard.double() - self.known) / self.release.noise_std
 
 
 class Overheard:

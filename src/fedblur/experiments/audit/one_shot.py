@@ -31,10 +31,10 @@ from fedblur.engines import Simulated, suitable_threads
 from fedblur.engines.distributed import demand_one_process
 from fedblur.experiments.audit.canaries import CanaryEngine, Directions
 from fedblur.experiments.audit.estimate import Estimate, Values, gaussian_fit, lower_bound
-from fedblur.experiments.audit.laws import Check, CohortLog, NoiseLog, messages_fit
 from fedblur.experiments.audit.listening import Attended, Overheard, demand_private_updates, first_state
 from fedblur.privacy.claim import to_json
 from fedblur.privacy.events import Gaussian as GaussianEvent
+from fedblur.privacy.laws import Check, CohortLog, NoiseLog, messages_fit
 from fedblur.privacy.ledger import Budget, Ledger, Spending, randomness_of, read_budget
 from fedblur.privacy.ledger_file import open_ledger
 from fedblur.privacy.mechanisms.gaussian import Gaussian

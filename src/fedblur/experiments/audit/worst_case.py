@@ -34,10 +34,10 @@ from fedblur.core.rng import Rng
 from fedblur.data.population import Federation, Packed, Samples, each_input
 from fedblur.engines import Simulated, suitable_threads
 from fedblur.experiments.audit.estimate import Values, lower_bound
-from fedblur.experiments.audit.laws import Check, CohortLog, NoiseLog, messages_fit
 from fedblur.experiments.audit.listening import Attended, Overheard, demand_private_updates, first_state
 from fedblur.privacy.accounting import PrivacyPlan
 from fedblur.privacy.events import Event
+from fedblur.privacy.laws import Check, CohortLog, NoiseLog, messages_fit
 from fedblur.privacy.ledger import Budget, Ledger
 from fedblur.privacy.mechanisms.base import mechanism_for
 from fedblur.privacy.sampling import Sampler

@@ -132,8 +132,12 @@ def demand_bound(block: Bounded, release: Release) -> Tensor:
 
 def mechanism_for(config: Config, sampler: Sampler, parameters: int) -> Mechanism:
     """Return the configuration's mechanism for messages as wide as clients send: the same on server and client."""
+    part: MechanismPart = config.mechanism
+    return part.bind(conditions_for(config, sampler, parameters))
+
+
+def conditions_for(config: Config, sampler: Sampler, parameters: int) -> Conditions:
+    """Return the public facts that a mechanism is bound to, with the width of clients' messages."""
     width = parameters if config.mask is None else config.mask.kept(parameters)
     width += config.clipping is not None  # the bit of adaptive clipping
-    conditions = Conditions(width, config.clip_norm, sampler.expected_cohort, sampler.clients)
-    part: MechanismPart = config.mechanism
-    return part.bind(conditions)
+    return Conditions(width, config.clip_norm, sampler.expected_cohort, sampler.clients)

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from scipy.stats import binom, chi2, hypergeom, norm
 from torch import Tensor
 
-from fedblur.experiments.audit.listening import Observation
 from fedblur.privacy.mechanisms import Mechanism
+from fedblur.privacy.mechanisms.base import Release
 from fedblur.privacy.mechanisms.gaussian import FixedPoint, Gaussian
 from fedblur.privacy.mechanisms.secure_sum import SecureSum
 from fedblur.privacy.sampling import FixedSizeSampler, FullSampler, PoissonSampler, Sampler
@@ -49,12 +49,26 @@ class Check:
         return self.p_value is not None and self.p_value < ALARM
 
 
+@dataclass(frozen=True)
+class Observation:
+    """One release. Only `heard` ever leaves; the rest is the auditor's knowledge of the inside."""
+
+    release: Release
+    heard: Tensor  # [width] float32: the noisy sum
+    known: Tensor  # [width] float64: the sum of the messages, without noise
+
+    @property
+    def residual(self) -> Tensor:
+        """The noise, [width] float64, in units of the standard deviation that is claimed for it."""
+        return (self.heard.double() - self.known) / self.release.noise_std
+
+
 def holds(name: str, true: bool, words: str) -> Check:
     """Make a check without randomness."""
     return Check(name, 1.0 if true else 0.0, words)
 
 
-def _chance(name: str, p_value: float, words: str) -> Check:
+def chance(name: str, p_value: float, words: str) -> Check:
     return Check(name, min(1.0, _TESTS * p_value), words)
 
 
@@ -64,10 +78,11 @@ def messages_fit(longest: float) -> Check:
 
 
 class NoiseLog:
-    """Releases of one run, and what they say about its noise."""
+    """Releases of one run, and what they say about its noise. `spread`: of a mechanism whose law is not known here."""
 
-    def __init__(self, mechanism: Mechanism) -> None:
+    def __init__(self, mechanism: Mechanism, spread: float | None = None) -> None:
         self.mechanism = mechanism
+        self._known_spread = spread
         self._powers: list[float] = []  # ‖residual‖² of each release
         self._rows: list[Tensor] = []  # residuals of some coordinates, float32
         self._echo: Tensor | None = None  # Σ of each release's circular autocorrelation, [width]
@@ -119,8 +134,8 @@ class NoiseLog:
     @property
     def _spread(self) -> float | None:
         """Half the variance of a squared coordinate of the noise: 1 for a Gaussian. None: its law is not known here."""
-        if isinstance(self.mechanism, Gaussian):
-            return 1.0
+        if self._known_spread is not None or isinstance(self.mechanism, Gaussian):
+            return self._known_spread or 1.0
         if not isinstance(self.mechanism, SecureSum):
             return None
         if 2.0 ** (self.mechanism.part.bits - 1) < _ROOM * self._steps:
@@ -133,7 +148,7 @@ class NoiseLog:
         total, count = sum(self._powers), len(self._powers) * self._width
         p_value = float(chi2.cdf(total / self._spread, count / self._spread))
         words = f"{total / count:.4f} of what is claimed, over {count:,} values; one-sided"
-        return _chance("variance of the noise", p_value, words)
+        return chance("variance of the noise", p_value, words)
 
     def _smallest(self) -> Check:
         if self._spread is None:
@@ -141,7 +156,7 @@ class NoiseLog:
         least, count = min(self._powers), len(self._powers)
         p_value = count * float(chi2.cdf(least / self._spread, self._width / self._spread))
         words = f"the smallest of {count} has {least / self._width:.4f} of the variance that is claimed"
-        return _chance("noise in every release", p_value, words)
+        return chance("noise in every release", p_value, words)
 
     def _across(self) -> Check:
         """Test for the same noise at another place: the strongest echo of all distances between two coordinates."""
@@ -154,7 +169,7 @@ class NoiseLog:
             lags[-1] /= math.sqrt(2)  # each pair is counted twice
         place = int(np.argmax(np.abs(lags)))
         p_value = 2 * half * float(norm.sf(abs(lags[place])))
-        return _chance(name, p_value, f"the strongest echo, {place + 1} coordinates apart, is {abs(lags[place]):.1f} σ")
+        return chance(name, p_value, f"the strongest echo, {place + 1} coordinates apart, is {abs(lags[place]):.1f} σ")
 
     def _between(self) -> Check:
         """Test for the same noise in another release. Given one of two, their product is exactly normal."""
@@ -165,9 +180,7 @@ class NoiseLog:
         products = (rows @ rows.T / torch.linalg.vector_norm(rows, dim=1).clamp(min=1e-12)[:, None]).numpy()
         strongest = float(np.abs(products[np.triu_indices(count, 1)]).max())
         p_value = count * (count - 1) * float(norm.sf(strongest))
-        return _chance(
-            name, p_value, f"the strongest echo, of {count * (count - 1) // 2:,} pairs, is {strongest:.1f} σ"
-        )
+        return chance(name, p_value, f"the strongest echo, of {count * (count - 1) // 2:,} pairs, is {strongest:.1f} σ")
 
     def _grid(self) -> Check:
         name = "released values on the grid"
@@ -187,7 +200,7 @@ class NoiseLog:
             expected = count / modulus
             found.append(float(chi2.sf(((cells - expected) ** 2 / expected).sum(), modulus - 1)))
         words = f"of {count:,} whole numbers, modulo {', '.join(map(str, moduli))}"
-        return _chance(name, len(moduli) * min(found), words)
+        return chance(name, len(moduli) * min(found), words)
 
 
 _UNKNOWN = "the law of this mechanism's noise is not known here, or leaves its modulus"
@@ -228,7 +241,7 @@ class CohortLog:
         """Test, one-sided, for clients who take part more often than is accounted for."""
         total, draws = int(self._counts.sum()), len(self._sizes) * sampler.clients
         words = f"a client takes part in {total / draws:.4g} of the rounds; {sampler.rate:g} is accounted for"
-        return _chance("sampling rate", float(binom.sf(total - 1, draws, sampler.rate)), words)
+        return chance("sampling rate", float(binom.sf(total - 1, draws, sampler.rate)), words)
 
     def _spread(self, sampler: PoissonSampler) -> Check:
         """Test, two-sided: cohorts of one size are not Poisson cohorts, nor are clients who come together."""
@@ -241,12 +254,12 @@ class CohortLog:
         power = sum((size - sampler.expected_cohort) ** 2 for size in self._sizes) / variance
         count = len(self._sizes)
         tails = chi2.cdf(power / half, count / half), chi2.sf(power / half, count / half)
-        return _chance(name, 2 * float(min(tails)), f"their variance is {power / count:.3f} of a Poisson cohort's")
+        return chance(name, 2 * float(min(tails)), f"their variance is {power / count:.3f} of a Poisson cohort's")
 
     def _busiest(self, rate: float) -> Check:
         most, rounds = int(self._counts.max()), len(self._sizes)
         p_value = len(self._counts) * float(binom.sf(most - 1, rounds, rate))
-        return _chance("the busiest client", p_value, f"took part in {most} of {rounds} rounds")
+        return chance("the busiest client", p_value, f"took part in {most} of {rounds} rounds")
 
     def _overlap(self) -> Check:
         """Test that rounds draw cohorts independently: the largest overlap of two of them, given one of the two."""
@@ -266,4 +279,4 @@ class CohortLog:
             chances = binom.sf(common - 1, sizes[first], self.sampler.expected_cohort / self.sampler.clients)
         place = int(np.argmin(chances))
         words = f"the two most alike, of {len(common):,} pairs, share {common[place]} of {sizes[first[place]]} clients"
-        return _chance(name, len(common) * float(chances[place]), words)
+        return chance(name, len(common) * float(chances[place]), words)
