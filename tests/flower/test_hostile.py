@@ -141,7 +141,7 @@ def summed(replies: dict[int, Any]) -> tuple[torch.Tensor, Exchange]:
     """What the server adds up of these replies: the path of `Asked.map_clients`."""
     exchange = Exchange(Post(replies), 0.02)
     question = (
-        {"clip_norm": 1.0, "bit_weight": 0.0, "noise_multiplier": 1.0, "client": 0},
+        {"clip_norm": 1.0, "bit_weight": 0.0, "noise_multiplier": 1.0, "client": 0, "constants": ""},
         {"start": bytes(4 * WIDTH)},
     )
     total = torch.zeros(WIDTH, dtype=torch.float64)
@@ -203,7 +203,10 @@ def test_reply__a_duplicate_is_never_looked_at() -> None:
     pull = post.pull_messages
     post.pull_messages = lambda ids: (pulls.extend(ids), pull(ids))[1]
     exchange = Exchange(post, 0.3)
-    question = ({"clip_norm": 1.0, "bit_weight": 0.0, "noise_multiplier": 1.0, "client": 0}, {"start": b""})
+    question = (
+        {"clip_norm": 1.0, "bit_weight": 0.0, "noise_multiplier": 1.0, "client": 0, "constants": ""},
+        {"start": b""},
+    )
     assert len(list(exchange.ask("update", ROUND, {1: question, 2: question}, 4 * WIDTH))) == 1
     assert pulls.count("1") == 1
     assert pulls.count("2") > 1
@@ -311,10 +314,11 @@ def test_secure_sum__bare_updates_are_not_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("clip_norm", 50.0), ("bit_weight", 1.0), ("noise_multiplier", 0.01), ("round", 4)]
+    ("key", "value"),
+    [("clip_norm", 50.0), ("bit_weight", 1.0), ("noise_multiplier", 0.01), ("round", 4), ("constants", "00")],
 )
-def test_node__holds_the_server_to_its_own_configuration(tmp_path: Path, key: str, value: float) -> None:
-    """A larger clip norm, less noise or more rounds than the node's configuration says are refused."""
+def test_node__holds_the_server_to_its_own_configuration(tmp_path: Path, key: str, value: float | str) -> None:
+    """A larger clip norm, less noise, more rounds or other frozen weights than the node has are refused."""
     changes = {"mechanism": SECURE, "rounds": 3}
     task = deployment(tmp_path, 3, **changes)
     grid = LoopGrid(task, 3, "secure-sum")

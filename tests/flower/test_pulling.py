@@ -30,7 +30,10 @@ from fedblur.flower import wire
 from fedblur.flower.exchange import Exchange
 
 RUN = 7
-UPDATE = ({"clip_norm": 1.0, "bit_weight": 0.0, "noise_multiplier": 1.0, "client": 0}, {"start": bytes(8)})
+UPDATE = (
+    {"clip_norm": 1.0, "bit_weight": 0.0, "noise_multiplier": 1.0, "client": 0, "constants": ""},
+    {"start": bytes(8)},
+)
 LENGTH = len("update 1")
 LONG = 120.0  # seconds: a deadline that no test waits for
 NEVER = 60  # tries for a part of a stalled reply; then it comes after all, so that waiting for it is seen and ends

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from fedblur.core.errors import ModelError
-from fedblur.learning.module_function import Layout, check_model, initial_vector, load_vector
+from fedblur.learning.model_checks import check_model
+from fedblur.learning.module_function import Layout, initial_vector, load_vector
 
 
 def small() -> nn.Sequential:
@@ -153,116 +154,3 @@ def test_initial_vector__is_a_detached_float32_copy() -> None:
     assert not vector.requires_grad
     vector.zero_()
     assert torch.equal(module.weight, before)
-
-
-def test_check_model__accepts_and_leaves_the_module_as_it_was() -> None:
-    module = nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5), nn.Linear(4, 3)).train()
-    module[1].eval()
-    before = initial_vector(module)
-    check_model(module, (6,), 3)
-    assert [layer.training for layer in module] == [True, False, True]
-    assert torch.equal(initial_vector(module), before)
-
-
-BATCH_NORM = "running statistics are client data outside the clip"
-
-
-@pytest.mark.parametrize(
-    ("layer", "message"),
-    [
-        (nn.BatchNorm2d(4), f"replace features.1 (BatchNorm2d) by nn.GroupNorm: {BATCH_NORM}"),
-        (nn.SyncBatchNorm(4), f"replace features.1 (SyncBatchNorm) by nn.GroupNorm: {BATCH_NORM}"),
-        (nn.LazyBatchNorm2d(), f"replace features.1 (LazyBatchNorm2d) by nn.GroupNorm: {BATCH_NORM}"),
-        (
-            nn.InstanceNorm2d(4, track_running_stats=True),
-            f"replace features.1 (InstanceNorm2d) by nn.GroupNorm: {BATCH_NORM}",
-        ),
-        (
-            nn.BatchNorm2d(4, track_running_stats=False),
-            "replace features.1 (BatchNorm2d) by nn.GroupNorm: batch statistics would mix samples and padding",
-        ),
-    ],
-)
-def test_check_model__norms_with_statistics_are_refused_by_name(layer: nn.Module, message: str) -> None:
-    module = nn.Module()
-    module.features = nn.Sequential(nn.Conv2d(1, 4, 3), layer)
-    with pytest.raises(ModelError) as caught:
-        check_model(module, (1, 8, 8), 3)
-    assert str(caught.value) == message
-
-
-@pytest.mark.parametrize("persistent", [True, False])
-def test_check_model__any_other_buffer_is_refused_by_name(persistent: bool) -> None:
-    module = small()
-    module[3].register_buffer("counter", torch.zeros(1), persistent=persistent)
-    with pytest.raises(ModelError, match=r"3 \(Linear\) has a buffer 'counter'.*a constant or a parameter"):
-        check_model(module, (6,), 3)
-
-
-def test_check_model__group_norm_and_plain_instance_norm_pass() -> None:
-    module = nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4), nn.Flatten(), nn.Linear(144, 3)
-    )
-    check_model(module, (1, 8, 8), 3)
-
-
-def test_check_model__without_trainable_parameters() -> None:
-    for module in (nn.Flatten(), small().requires_grad_(False)):
-        with pytest.raises(ModelError, match="no trainable parameters: set requires_grad=True"):
-            check_model(module, (3,), 3)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("frozen", [False, True])
-def test_check_model__non_finite_parameters(value: float, frozen: bool) -> None:
-    module = small()
-    bias = module.get_parameter("1.bias").requires_grad_(not frozen)
-    bias.data[2] = value
-    with pytest.raises(ModelError, match=r"parameter 1\.bias has NaN or infinite values"):
-        check_model(module, (6,), 3)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_check_model__only_float32_is_trained(dtype: torch.dtype) -> None:
-    module = small().to(dtype)
-    with pytest.raises(ModelError, match=rf"parameter 1\.weight is {dtype}.*call model\.float\(\)"):
-        check_model(module, (6,), 3)
-    check_model(module.float(), (6,), 3)
-
-
-def test_check_model__lazy_parameters() -> None:
-    module = nn.Sequential(nn.Flatten(), nn.LazyLinear(3))
-    with pytest.raises(ModelError, match=r"parameter 1\.weight has no shape yet \(lazy module\)"):
-        check_model(module, (6,), 3)
-    module(torch.zeros(1, 6))
-    check_model(module, (6,), 3)
-
-
-def test_check_model__output_that_does_not_fit_names_both_shapes() -> None:
-    with pytest.raises(ModelError, match=r"2 samples has shape \(2, 3\), but classes=10: it must be \(2, 10\)"):
-        check_model(small(), (6,), 10)
-
-
-def test_check_model__input_that_does_not_fit_is_one_line() -> None:
-    with pytest.raises(ModelError, match=r"cannot read samples of shape \(1, 8, 8\): ") as caught:
-        check_model(small(), (1, 8, 8), 3)
-    assert "\n" not in str(caught.value)
-
-
-def test_check_model__output_that_is_no_tensor() -> None:
-    with pytest.raises(ModelError, match="returns a tuple: it must return one tensor of logits"):
-        check_model(Constant((torch.zeros(2, 3), None)), (6,), 3)
-
-
-def test_check_model__recurrent_models_pass() -> None:
-    class LastStep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm = nn.LSTM(5, 8, batch_first=True)
-            self.head = nn.Linear(8, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = self.head(self.lstm(x)[0][:, -1])
-            return result
-
-    check_model(LastStep(), (7, 5), 3)

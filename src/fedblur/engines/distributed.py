@@ -34,6 +34,7 @@ from fedblur.data.population import Population
 from fedblur.engines.cohort_sum import CohortSum, Diagnostics, Source, Task, Wanted
 from fedblur.engines.simulate import choose, simulate, simulate_part
 from fedblur.learning.client import ClientJob
+from fedblur.learning.model_checks import constants_digest
 from fedblur.privacy import events
 from fedblur.privacy.claim import PopulationTotal
 from fedblur.privacy.clipping import Message
@@ -110,7 +111,8 @@ class Ranks:
         choice = self.tell(None if self.rank else choose(wanted))
         source = simulate_part(wanted, choice, self.world)
         self.population, self.part = wanted.data.train, source.sums
-        self._demand_alike(wanted.data.train.clients, wanted.work.job.layout.total)
+        constants = constants_digest(wanted.work.module)
+        self._demand_alike(wanted.data.train.clients, wanted.work.job.layout.total, constants)
         return replace(source, sums=self, machine=f"{source.machine}, {self.world} processes")
 
     def total(self, task: Task, rng: Rng) -> tuple[Tensor, Diagnostics]:
@@ -133,13 +135,17 @@ class Ranks:
             dist.broadcast_object_list(box, src=0, device=_CPU)
         return box[0]
 
-    def _demand_alike(self, clients: int, parameters: int) -> None:
+    def _demand_alike(self, clients: int, parameters: int, constants: str) -> None:
         facts: list[Any] = [None] * self.world
         with self._collective():
-            dist.all_gather_object(facts, (clients, parameters))
+            dist.all_gather_object(facts, (clients, parameters, constants))
         other = next((i for i, fact in enumerate(facts) if fact != facts[0]), None)
         if other is not None:
-            (clients, size), (clients_there, size_there) = facts[0], facts[other]
+            (clients, size, here), (clients_there, size_there, there) = facts[0], facts[other]
+            if (clients, size) == (clients_there, size_there) and here != there:
+                raise RunError(
+                    f"the frozen parameters and buffers of ranks 0 and {other} differ; give all ranks the same model"
+                )
             raise RunError(
                 f"rank 0 has {clients} clients and {size} parameters, rank {other} has {clients_there} and "
                 f"{size_there}; give all ranks the same data and model"

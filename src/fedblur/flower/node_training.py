@@ -25,8 +25,9 @@ from fedblur.flower.settings import Deployment
 from fedblur.flower.wire import Refused
 from fedblur.learning.batches import plan_work
 from fedblur.learning.client import ClientJob, train_block
+from fedblur.learning.model_checks import check_model, constants_digest, for_training
 from fedblur.learning.models import make_model
-from fedblur.learning.module_function import Layout, as_function, check_model
+from fedblur.learning.module_function import Layout, as_function
 from fedblur.privacy.clipping import Bounded, Message
 from fedblur.privacy.mechanisms.base import Release, mechanism_for
 from fedblur.privacy.mechanisms.secure_sum import SecureSum
@@ -125,6 +126,8 @@ def _job(deployment: Deployment, config: Config, told: Mapping[str, Any], arrays
         deployment.module() if deployment.module else make_model(config.model, deployment.shape, deployment.classes, 0)
     )
     check_model(module, deployment.shape, deployment.classes)
+    if told["constants"] != constants_digest(module):
+        raise Refused("the model's frozen parameters and buffers are not the server's: all need the same weights")
     layout = Layout.of(module)
     start = _vector(arrays["start"], "<f4")
     if len(start) != layout.total:
@@ -132,7 +135,7 @@ def _job(deployment: Deployment, config: Config, told: Mapping[str, Any], arrays
     support = _vector(arrays["support"], "<i8") if "support" in arrays else None
     message = Message(config.bounding, support, told["bit_weight"])
     return ClientJob(
-        as_function(module.train()),
+        as_function(for_training(module)),
         layout,
         layout.unflatten(start),
         config.local,

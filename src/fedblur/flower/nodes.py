@@ -27,6 +27,7 @@ from fedblur.flower.exchange import Exchange, Question, Traffic
 from fedblur.flower.roster import Roster
 from fedblur.flower.secure_sum_server import Answers, SecureRound
 from fedblur.learning.client import Block, ClientJob
+from fedblur.learning.model_checks import constants_digest
 from fedblur.privacy import accounting
 from fedblur.privacy.accounting import PrivacyPlan
 from fedblur.privacy.mechanisms.hadamard import Rotation
@@ -42,12 +43,14 @@ class Nodes(ABC):
 
     def __init__(self, exchange: Exchange, roster: Roster, config: Config) -> None:
         self.exchange, self.roster, self.config = exchange, roster, config
+        self.constants = ""  # a hash of what of the model is not trained, which nodes compare with their own
 
     def __repr__(self) -> str:
         return f"{len(self.roster.nodes)} Flower nodes ({self.trust})"
 
     def connect(self, wanted: Wanted) -> Source:
         """Wait for all nodes; who is enrolled stays the same for the whole run."""
+        self.constants = constants_digest(wanted.work.module)
         claims = {"adjacency": _ZERO_OUT, **self.claims(wanted.plan)}
         self.roster.wait(self.exchange.grid, wanted.data.train.clients)
         one_client_each = Choice("sequential")
@@ -73,6 +76,7 @@ class Nodes(ABC):
         message, noise = job.message, task.release.noise_multiplier
         values = {
             "clip_norm": job.clip_norm, "bit_weight": message.bit_weight, "noise_multiplier": noise, "client": client,
+            "constants": self.constants,
         }  # fmt: skip
         arrays = {"start": job.layout.flatten(job.start).cpu().numpy().astype("<f4").tobytes()}
         if message.support is not None:

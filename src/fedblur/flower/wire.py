@@ -32,7 +32,7 @@ class Kind:
     optional: tuple[str, ...] = ()  # arrays that may be absent
 
 
-_JOB = {"clip_norm": float, "bit_weight": float, "noise_multiplier": float, "client": int}
+_JOB = {"clip_norm": float, "bit_weight": float, "noise_multiplier": float, "client": int, "constants": str}
 QUESTIONS = {
     "update": Kind(_JOB, ("start",), ("support",)),
     "keys": Kind({}),

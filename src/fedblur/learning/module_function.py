@@ -1,8 +1,8 @@
 """A module as a function of one flat vector: `functional_call(module, layout.unflatten(vector), (x,))`.
 
 In: any nn.Module. Out: a Layout, which says where each trainable tensor lies in the vector [d]. This vector
-is all that is shared, clipped and noised. Frozen parameters are not in it and are constants; buffers, which
-training could change behind its back, are refused by `check_model`.
+is all that is shared, clipped and noised. Frozen parameters and buffers are not in it: they are constants, which all
+clients of a block share. `model_checks` refuses a model that changes them in training.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.nn.parameter import is_lazy
 
 from fedblur.core.accel_switch import accelerated
-from fedblur.core.errors import ModelError
+from fedblur.core.errors import ModelError, nearest
 from fedblur.data.population import Inputs, each_input
 
 Params = dict[str, Tensor]
@@ -39,7 +38,7 @@ class Layout:
 
     @classmethod
     def of(cls, module: nn.Module) -> Layout:
-        tensors = _trainable(module)
+        tensors = trainable_tensors(module)
         shapes = tuple(tuple(tensor.shape) for tensor in tensors.values())
         ends = [0]
         for shape in shapes:
@@ -102,7 +101,8 @@ class ModuleFunction:
         # several inputs go by the names of the module's arguments
         given: tuple[tuple[Tensor, ...], dict[str, Tensor]] = ((), x) if isinstance(x, dict) else ((x,), {})
         outputs: Tensor = functional_call(self.module, theta, *given)
-        return outputs
+        logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)  # of transformers' models
+        return logits if isinstance(logits, Tensor) else outputs
 
     def replica(self) -> ModuleFunction:
         """Return the same function for another thread: a call puts its tensors into the module for a moment."""
@@ -122,12 +122,20 @@ def evaluating(forward: Forward) -> Forward:
 
 def copied(module: nn.Module, share: bool = False) -> nn.Module:
     """Copy a module. `share`: the copy has layers of its own, and the same parameters and buffers."""
+    _refresh_recurrent(module)
     shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())} if share else {}
     try:
         return copy.deepcopy(module, shared)
     except Exception as error:  # whatever a foreign layer raises, the user needs the same one line
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelError(f"the model cannot be copied: {reason}; copy.deepcopy(module) must work") from error
+
+
+def _refresh_recurrent(module: nn.Module) -> None:
+    """Let nn.LSTM and its kin forget the tensors of their last call, which they keep in a list of their own."""
+    for layer in module.modules():
+        if isinstance(layer, nn.RNNBase):
+            layer.to(next(layer.parameters()).device)  # which makes that list again
 
 
 def as_function(module: nn.Module, half: bool = False) -> ModuleFunction:
@@ -137,7 +145,7 @@ def as_function(module: nn.Module, half: bool = False) -> ModuleFunction:
 
 def initial_vector(module: nn.Module) -> Tensor:
     """Return the module's trainable tensors as one float32 vector [d]; a copy."""
-    tensors = {name: tensor.detach() for name, tensor in _trainable(module).items()}
+    tensors = {name: tensor.detach() for name, tensor in trainable_tensors(module).items()}
     return Layout.of(module).flatten(tensors).float()
 
 
@@ -150,75 +158,26 @@ def load_vector(module: nn.Module, vector: Tensor) -> None:
             "parameters; pass the vector that was trained with this model"
         )
     with torch.no_grad():
-        for tensor, value in zip(_trainable(module).values(), layout.unflatten(vector).values(), strict=True):
+        for tensor, value in zip(trainable_tensors(module).values(), layout.unflatten(vector).values(), strict=True):
             tensor.copy_(value)
+    _refresh_recurrent(module)
 
 
-def check_model(
-    module: nn.Module,
-    shape: tuple[int, ...],
-    classes: int,
-    zeros: Inputs | None = None,
-    outputs: Sequence[tuple[int, ...]] | None = None,
-) -> Tensor:
-    """Refuse what cannot be trained privately, or does not fit the data, before anything is spent.
-
-    Guarantees for a model that passes: no buffers, no BatchNorm; at least one trainable parameter, all of
-    them float32 and finite; logits [batch, classes] for samples of this shape. The module is left as it
-    was. Return the outputs of two samples of zeros.
-
-    `zeros`: these two samples, where they are not floats of this shape. `outputs`: the shapes that one sample's output
-    may have, where that is not [classes]; none: any.
-    """
-    for name, layer in module.named_modules():
-        label = f"{name or 'the model'} ({type(layer).__name__})"
-        buffer = next((key for key, _ in layer.named_buffers(recurse=False)), None)
-        if isinstance(layer, _NormBase) and buffer is not None:
-            raise ModelError(f"replace {label} by nn.GroupNorm: running statistics are client data outside the clip")
-        if isinstance(layer, _BatchNorm):
-            raise ModelError(f"replace {label} by nn.GroupNorm: batch statistics would mix samples and padding")
-        if buffer is not None:
+def choose_trainable(module: nn.Module, patterns: Sequence[str]) -> None:
+    """Train the parameters whose names match one of these patterns (`*.lora_*`), and freeze all others."""
+    named = dict(module.named_parameters(remove_duplicate=False))  # tied ones by all their names
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in named):
             raise ModelError(
-                f"{label} has a buffer {buffer!r}, which would be outside the clip: make it a constant or a parameter"
+                f"trainable={pattern!r} matches no parameter of the model: {nearest(pattern, tuple(named))}"
             )
-    lazy = next((name for name, tensor in module.named_parameters() if is_lazy(tensor)), None)
-    if lazy is not None:
-        raise ModelError(f"parameter {lazy} has no shape yet (lazy module): run one batch through the model first")
-    trainable = _trainable(module)
-    if not trainable:
-        raise ModelError("the model has no trainable parameters: set requires_grad=True on what should be trained")
-    for name, tensor in trainable.items():
-        if tensor.dtype != torch.float32:
-            raise ModelError(f"parameter {name} is {tensor.dtype}, but sums and noise need float32: call model.float()")
-    for name, tensor in module.named_parameters():
-        if not bool(torch.isfinite(tensor).all()):
-            raise ModelError(f"parameter {name} has NaN or infinite values: initialise it again")
-    modes = [(layer, layer.training) for layer in module.modules()]  # some may be in eval() on purpose
-    device = next(module.parameters()).device
-    zeros = torch.zeros(2, *shape) if zeros is None else zeros
-    try:
-        with torch.no_grad():
-            module.eval()
-            output = ModuleFunction(module)({}, each_input(zeros, lambda x: x.to(device)))
-    except Exception as error:  # whatever a foreign forward raises, the user needs the same one line
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ModelError(
-            f"the model cannot read samples of shape {tuple(shape)}: {reason}; make its first layer fit"
-        ) from error
-    finally:
-        for layer, mode in modes:
-            layer.training = mode
-    if not isinstance(output, Tensor):
-        raise ModelError(f"the model returns a {type(output).__name__}: it must return one tensor of logits")
-    allowed = [(2, *form) for form in ([(classes,)] if outputs is None else outputs)]
-    if allowed and tuple(output.shape) not in allowed:
-        why = f"classes={classes}: it must be" if (2, classes) in allowed else "the task's targets need"
-        forms = " or ".join(map(str, allowed))
-        raise ModelError(f"the model's output for 2 samples has shape {tuple(output.shape)}, but {why} {forms}")
-    return output
+    chosen = {id(named[name]) for name in named if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    for tensor in named.values():
+        tensor.requires_grad_(id(tensor) in chosen)
 
 
-def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+def trainable_tensors(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are trained, by name; tied ones once."""
     return {name: tensor for name, tensor in module.named_parameters() if tensor.requires_grad}
 
 

@@ -24,7 +24,7 @@ _WANTED = {
 }
 
 
-def check_arguments(config: Any, machine: Any, federation: Any, module: Any) -> None:
+def check_arguments(config: Any, machine: Any, federation: Any, module: Any, trainable: Any = None) -> None:
     """Check the arguments of `train` and `resume`; None is left to their defaults."""
     given = {"config": config, "machine": machine, "federation": federation, "module": module}
     for name, value in given.items():
@@ -32,6 +32,12 @@ def check_arguments(config: Any, machine: Any, federation: Any, module: Any) -> 
         if value is not None and not isinstance(value, kind):
             what = value.__name__ if isinstance(value, type) else type(value).__name__
             raise ConfigError(f"{name}={what} must be {words}")
+    if trainable is not None and (
+        isinstance(trainable, str) or not trainable or not all(isinstance(each, str) for each in trainable)
+    ):
+        raise ConfigError(f"trainable={trainable!r} must be a list of patterns of names, like ['*.lora_*', 'head.*']")
+    if trainable is not None and config is not None and config.voting is not None:
+        raise ConfigError("trainable= is for rounds: voters train the whole model; set requires_grad on its parameters")
     if config is not None and federation is not None and config.clients not in (None, federation.train.clients):
         raise ConfigError(
             f"clients={config.clients} has no effect on data of your own, which have {federation.train.clients} "

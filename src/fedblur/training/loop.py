@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -84,24 +84,30 @@ def train(
     machine: Machine | None = None,
     federation: Federation | None = None,
     module: nn.Module | None = None,
+    trainable: Sequence[str] | None = None,
     watch: Watcher | None = None,
     tell: Callable[[str], None] | None = None,
     connect: Connect | None = None,
 ) -> Run:
-    """Run a configuration from the start. `federation` and `module` bring your own data and model; `tell` hears which
-    engine computes it and why.
+    """Run a configuration from the start. `federation` and `module` bring your own data and model. The run trains a
+    copy of the module, `Run.module`. `trainable`: patterns of parameters' names (`["*.lora_*", "head.*"]`); all others
+    are frozen. `tell` hears which engine computes it and why.
 
     Under torchrun, call it on every rank: rank 0's configuration and folder count, and all get the same Run. `connect`
     names who sums the cohorts instead of this process (`flower/nodes.py`).
     """
-    check_arguments(config, machine, federation, module)
+    check_arguments(config, machine, federation, module, trainable)
     config, machine = config or Config(), machine or Machine()
     with connected(machine, connect) as ranks:
         if ranks.rank:
             return assist(ranks, machine, federation, module)
         folder = RunFolder(Path(out) if out is not None else default_folder(config, federation))
         with folder.held():
-            own = {"data": federation and federation.name, "model": module and type(module).__name__}  # from Python
+            own: dict[str, Any] = {  # from Python
+                "data": federation and federation.name,
+                "model": module and type(module).__name__,
+            }
+            own |= {"trainable": list(trainable)} if trainable else {}
             if federation is not None and federation.population:
                 own["population"] = federation.population
             resolved: dict[str, Any] = json.loads(canonical(to_dict(config)))
@@ -114,7 +120,10 @@ def train(
                 return run
             try:
                 greet(ranks, folder, resolved)
-                setup = prepare(config, folder.ledger, machine, federation, module, connect or ranks.connect, tell=tell)
+                setup = prepare(
+                    config, folder.ledger, machine, federation, module, connect or ranks.connect, tell=tell,
+                    trainable=trainable,
+                )  # fmt: skip
                 folder.record_engine(setup.source.choice.kind, setup.initial.device.type, setup.source.machine)
             except BaseException:
                 folder.abandon()  # nothing was released: leave no half-made run behind
@@ -152,7 +161,7 @@ def assist(ranks: Ranks, machine: Machine, federation: Federation | None, module
     """Sum a rank's part of each cohort until rank 0 says that the run is over. Ranks above 0 decide nothing."""
     ranks.path, resolved = ranks.tell()
     config = config_of(resolved, federation, module)
-    setup = prepare(config, None, machine, federation, module, ranks.connect)
+    setup = prepare(config, None, machine, federation, module, ranks.connect, trainable=trainable_of(resolved))
     protocol = setup.protocol
     job = client_job(protocol, protocol.server.init(setup.initial))
     with suitable_threads(setup.initial.device, protocol.layout.total):
@@ -163,6 +172,12 @@ def assist(ranks: Ranks, machine: Machine, federation: Federation | None, module
     record, rows, vector = ranks.tell()
     load_vector(setup.module, vector.to(setup.initial.device))
     return Run(Path(ranks.path), record, setup.module.eval(), rows)
+
+
+def trainable_of(resolved: dict[str, Any]) -> list[str] | None:
+    """Return the patterns of what a run trains; None: what requires gradients."""
+    patterns: list[str] | None = resolved.get("own", {}).get("trainable")
+    return patterns
 
 
 def config_of(resolved: dict[str, Any], federation: Federation | None, module: nn.Module | None) -> Config:

@@ -21,7 +21,7 @@ from fedblur.engines.distributed import demand_one_process
 from fedblur.privacy.ledger_file import demand_anchor
 from fedblur.training.checkpoint import load_newest
 from fedblur.training.checks import check_arguments
-from fedblur.training.loop import Run, assist, config_of, connected, dismiss, greet, run_loop
+from fedblur.training.loop import Run, assist, config_of, connected, dismiss, greet, run_loop, trainable_of
 from fedblur.training.machine import Machine
 from fedblur.training.run_folder import RunFolder
 from fedblur.training.server import ServerState
@@ -65,7 +65,15 @@ def resume(
                 return run
             greet(ranks, folder, resolved)
             machine, connect = machine.as_recorded(folder), connect or ranks.connect
-            setup = prepare(config, folder.ledger, machine, federation, module, connect, tell=tell)
+            setup = prepare(
+                config, folder.ledger, machine, federation, module, connect, tell=tell,
+                trainable=trainable_of(resolved),
+            )  # fmt: skip
+            if checkpoint.state.get("constants", setup.constants) != setup.constants:
+                raise RunError(
+                    f"the frozen parameters and buffers of this model are not those that {path} was started with; give "
+                    "the same weights (a frozen part that is drawn at random needs a seed of its own)"
+                )
             tensors = {name: tensor.to(setup.initial.device) for name, tensor in checkpoint.tensors.items()}
             if tensors["theta"].shape != setup.initial.shape:
                 found, wanted = tensors["theta"].numel(), setup.initial.numel()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,17 @@ from fedblur.engines.simulate import simulate
 from fedblur.engines.timing import Work
 from fedblur.learning.client import ClientJob
 from fedblur.learning.metrics import Metric, metrics_of
+from fedblur.learning.model_checks import check_model, constants, constants_digest, for_training
 from fedblur.learning.models import make_model
-from fedblur.learning.models.fixed_features import computed_ahead
-from fedblur.learning.module_function import Layout, ModuleFunction, as_function, check_model, copied, initial_vector
+from fedblur.learning.models.fixed_features import Fronted, computed_ahead
+from fedblur.learning.module_function import (
+    Layout,
+    ModuleFunction,
+    as_function,
+    choose_trainable,
+    copied,
+    initial_vector,
+)
 from fedblur.privacy import events
 from fedblur.privacy.accounting import PrivacyPlan, make_plan
 from fedblur.privacy.claim import UNIT, OwnPart, unclaimed
@@ -53,6 +61,7 @@ class Setup:
     rng: Rng
     held_out: Samples  # what metrics are measured on: validation clients or test data, never both
     source: Source  # of the cohorts' sums
+    constants: str  # a hash of what is not trained; "" where all is
     own_parts: tuple[OwnPart, ...] = ()  # that are not FedBlur's, with what their audits found
 
     @property
@@ -78,8 +87,9 @@ class Setup:
         return self.rng.private and self.protocol.plan.noise_multiplier > 0
 
     def remembered(self) -> dict[str, Any]:
-        """Return what checkpoints remember, to refuse another ledger and another choice of training clients."""
-        return {"ledger": self.protocol.ledger.anchor(), "roles": ROLES}
+        """Return what checkpoints remember, to refuse another ledger, training clients or frozen parameters."""
+        remembered = {"ledger": self.protocol.ledger.anchor(), "roles": ROLES}
+        return remembered | ({"constants": self.constants} if self.constants else {})
 
     @property
     def cautions(self) -> list[str]:
@@ -96,22 +106,28 @@ def prepare(
     connect: Connect = simulate,
     canaries: int = 0,
     tell: Callable[[str], None] | None = None,
+    trainable: Sequence[str] | None = None,
 ) -> Setup:
     """Check and build everything. `federation` and `module` replace what the configuration names.
 
     `ledger`: None for a process that releases nothing. `connect`: who sums the cohorts. `canaries`: clients that an
-    audit adds to the population; they count like any other. `tell` hears of work that takes long.
+    audit adds to the population; they count like any other. `tell` hears of work that takes long. `trainable`: patterns
+    of what is trained; None: what requires gradients.
     """
     device, rng = machine.torch_device(), make_rng(config.seed)
     named, half = module is None, machine.half(device)
-    data, module, layout, initial = data_and_model(config, machine, federation, module, rng)
+    data, module, layout, initial = data_and_model(config, machine, federation, module, rng, trainable)
+    if half and constants(module) and not isinstance(module, Fronted):  # which computes its constants in their own type
+        if machine.precision == "bf16":
+            raise ConfigError("precision='bf16' needs a model without frozen parameters and buffers; use fp32")
+        half = False
     trained, data = computed_ahead(module, data, config.method, device, tell)
     shape, classes = data.train.shape, data.train.classes
     plan = plan_for(config, data.train.clients + canaries, layout.total)
     if config.clipping is not None:
         config.clipping.vector_multiplier(plan.noise_multiplier, plan.expected_cohort)  # refuses before a round
     forward = as_function(trained, half)
-    if named and all(tensor.requires_grad for tensor in module.parameters()):  # frozen ones differ with the seed
+    if named and not constants(module):  # which differ with the seed
         forward = _forward(config.model, shape, classes, half, device)
     start, message = layout.unflatten(initial), Message(config.bounding)
     job = ClientJob(forward, layout, start, config.local, config.method, config.clip_norm, message, config.task)
@@ -140,11 +156,17 @@ def prepare(
         denoise=config.denoise,
         task=config.task,
     )
-    return Setup(config, data, module, initial, protocol, rng, held_out(config, data), source, own)
+    held, fixed = held_out(config, data), constants_digest(module)
+    return Setup(config, data, module, initial, protocol, rng, held, source, fixed, own)
 
 
 def data_and_model(
-    config: Config, machine: Machine, federation: Federation | None, module: nn.Module | None, rng: Rng
+    config: Config,
+    machine: Machine,
+    federation: Federation | None,
+    module: nn.Module | None,
+    rng: Rng,
+    trainable: Sequence[str] | None = None,
 ) -> tuple[Federation, nn.Module, Layout, Tensor]:
     """Return the data, and the model on its device with its layout and weights; refuse a model that does not fit.
 
@@ -155,9 +177,11 @@ def data_and_model(
     check_fit(config, data, module is None)
     named = functools.partial(make_model, config.model, shape, classes, rng.child("init").seed())
     module = named() if module is None else copied(module)  # the caller's own stays: a second run starts there too
+    if trainable:
+        choose_trainable(module, trainable)
     check_model(module, shape, classes)
     layout, initial = Layout.of(module), initial_vector(module).to(device)
-    return data, module.to(device).train(), layout, initial
+    return data, for_training(module.to(device)), layout, initial
 
 
 def ledger_of(

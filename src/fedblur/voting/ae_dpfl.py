@@ -15,8 +15,9 @@ from fedblur.core.registry import convert_part, part, register
 from fedblur.core.rng import Rng
 from fedblur.data.population import as_input
 from fedblur.learning.client import Block, ClientJob
+from fedblur.learning.model_checks import check_model, for_training
 from fedblur.learning.models import make_model
-from fedblur.learning.module_function import Layout, Params, as_function, check_model, evaluating, initial_vector
+from fedblur.learning.module_function import Layout, Params, as_function, evaluating, initial_vector
 from fedblur.learning.randomness import SeededRandomness
 from fedblur.voting.base import Booth, Electorate, Voting
 
@@ -55,7 +56,7 @@ class AeDpfl(Voting):
             module = make_model(self.teacher, shape, classes, booth.rng.child("teacher").seed())
             check_model(module, shape, classes)
         layout, start = Layout.of(module), initial_vector(module).to(booth.device)
-        module = module.to(booth.device).train()
+        module = for_training(module.to(booth.device))
         local = LocalTraining(
             steps=self.teacher_steps,
             batch_size=self.teacher_batch_size,

@@ -8,9 +8,10 @@ from torch import nn
 
 from fedblur.core import registry
 from fedblur.core.errors import ConfigError, ModelError
+from fedblur.learning.model_checks import check_model
 from fedblur.learning.models import CharMlp, Cnn, GnCnn, GnResNet, Logistic, Mlp, Model, ResNet18, make_model
 from fedblur.learning.models.gn_resnet import Wavelets
-from fedblur.learning.module_function import Layout, check_model
+from fedblur.learning.module_function import Layout
 from fedblur.training.checks import reads_text
 
 EMNIST = ((1, 28, 28), 62)
