@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
+from fedblur.core.errors import OwnFunctionError
+
 
 class Row(TypedDict):
     """The figures of a round: one line of rounds.jsonl. Some rounds are not evaluated."""
@@ -30,8 +32,27 @@ def figures_of(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 Watcher = Callable[[Row], None]
+Examine = Callable[[Any], Mapping[str, float]]  # a function of the user's: an evaluated model -> figures by name
 SAVED = "progress saved"  # a note on the exception that stopped a run, once all that was paid for is on disk
 RUN_ENDED: list[Callable[[Path], object]] = []  # filled by `fedblur/__init__.py`, the one place that knows all rooms
+
+
+def examined(function: Examine, model: Any, known: Mapping[str, float]) -> dict[str, float]:
+    """Return the figures that a function of the user's finds, without NaN. Raise an OwnFunctionError if it fails."""
+    try:
+        found = function(model)
+    except Exception as error:  # whatever it raises: what was paid for must be saved
+        reason = (str(error).splitlines() or [""])[0]
+        raise OwnFunctionError(f"on_evaluate failed: {type(error).__name__}: {reason}; fix it and resume") from error
+    if not isinstance(found, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, int | float) and not isinstance(value, bool)
+        for name, value in found.items()
+    ):
+        raise OwnFunctionError(f'on_evaluate returned {found!r:.80}, must be figures by name, like {{"score": 0.5}}')
+    taken = next((name for name in found if name in known), None)
+    if taken is not None:
+        raise OwnFunctionError(f"on_evaluate returned {taken!r}, which is a metric of this run; choose another name")
+    return {name: float(value) for name, value in found.items() if value == value}
 
 
 def with_header(header: str, tell: Callable[[str], None], watch: Watcher | None) -> Watcher:

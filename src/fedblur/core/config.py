@@ -21,13 +21,16 @@ from fedblur.core.registry import check_types, convert_part, from_table, is_a, p
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """Local training, what one client does with the model it receives: Q steps of SGD."""
+    """Local training, what one client does with the model it receives: Q steps of SGD or Adam."""
 
-    steps: int = 10  # Q: steps of SGD on each client and in each round
+    steps: int = 10  # Q: steps on each client and in each round
     batch_size: int = 32  # samples in each step
     learning_rate: float = 0.1  # η_l: of each step
     momentum: float = 0.0  # of SGD; 0: none
     weight_decay: float = 0.0  # pulls weights towards 0 in each step
+    optimizer: Literal["sgd", "adam"] = "sgd"  # Adam starts fresh on each client and in each round
+    betas: tuple[float, float] = (0.9, 0.999)  # of Adam: what its two means keep of the past
+    adam_epsilon: float = 1e-8  # of Adam: added to the root of the mean square
 
     def __post_init__(self) -> None:
         check_types(self, "local.")
@@ -36,6 +39,12 @@ class LocalTraining:
         demand(0 < self.learning_rate < math.inf, "local.learning_rate", self.learning_rate, "must be above 0")
         demand(0 <= self.momentum < 1, "local.momentum", self.momentum, "must be in [0, 1)")
         demand(0 <= self.weight_decay < math.inf, "local.weight_decay", self.weight_decay, "must be 0 or more")
+        demand(all(0 <= beta < 1 for beta in self.betas), "local.betas", list(self.betas), "must be two in [0, 1)")
+        demand(0 < self.adam_epsilon < math.inf, "local.adam_epsilon", self.adam_epsilon, "must be above 0")
+        if self.optimizer == "adam" and self.momentum:
+            raise ConfigError(f"local.momentum={self.momentum} is of SGD; with Adam set local.betas instead")
+        if self.optimizer == "sgd" and (self.betas, self.adam_epsilon) != ((0.9, 0.999), 1e-8):
+            raise ConfigError('local.betas and local.adam_epsilon are of Adam; set local.optimizer = "adam"')
 
 
 @dataclass(frozen=True)
@@ -247,6 +256,7 @@ def canonical(value: Any) -> str:
 
 # Keys that came after results were first kept: at these values they leave the hash of a configuration as it was.
 _LATER: dict[str, Any] = {"denoise": None, "test_views": 1, "task": {"name": "classification"}, "metrics": []}
+_LATER_OF_LOCAL: dict[str, Any] = {"optimizer": "sgd", "betas": [0.9, 0.999], "adam_epsilon": 1e-8}
 _NOT_HASHED = {"population"}  # decides no result: whose budget pays for it
 _GAUSSIAN = {"name": "gaussian", "placement": "server"}  # as version 0.1 wrote it
 
@@ -260,6 +270,8 @@ def config_digest(config: Config) -> str:
     """Return the whole hash, which nobody can find a second configuration for."""
     hashed = {key: value for key, value in to_dict(config).items() if key not in _LATER or value != _LATER[key]}
     hashed = {key: value for key, value in hashed.items() if key not in _NOT_HASHED}
+    local, later = hashed["local"], _LATER_OF_LOCAL
+    hashed["local"] = {key: value for key, value in local.items() if key not in later or value != later[key]}
     if hashed["mechanism"] == {"name": "gaussian"}:  # as earlier versions wrote it: their results keep their keys
         hashed["mechanism"] = _GAUSSIAN
     return hashlib.sha256(canonical(hashed).encode()).hexdigest()

@@ -38,6 +38,10 @@ class LostRankError(RunError):
     """Another process of the run that has ended or does not answer."""
 
 
+class OwnFunctionError(RunError):
+    """A function of the user's that failed between two rounds: the run is saved and can be resumed."""
+
+
 class TimeIsUp(FedBlurError):
     """The end of a command's time, raised by a watcher between two rounds: the run is saved and can be resumed."""
 

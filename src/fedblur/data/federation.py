@@ -8,7 +8,7 @@ exact, and their roles are drawn at random. (One client more deals all samples a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from fedblur.core.registry import build
 from fedblur.core.rng import Seeded
 from fedblur.data.dataset import Dataset, Generated, Raw
 from fedblur.data.partition import Natural
-from fedblur.data.population import Federation, Inputs, Packed, Samples
+from fedblur.data.population import Federation, Inputs, Packed, Samples, tensors_of
 from fedblur.data.roles import divide
 
 
@@ -141,7 +141,12 @@ def federation_from_arrays(
 ) -> Federation:
     """Make a federation of numpy arrays or tensors: samples, labels, and the client 0..N-1 of each (-1: left out).
 
-    uint8 samples are images (models see them divided by 255); anything else becomes float32 as it is.
+    uint8 samples are images (models see them divided by 255). Whole numbers reach a model that reads tokens as they
+    are, and any other as float32. `x` may be a dictionary of arrays: several inputs by the names of the model's
+    arguments, whose whole numbers are tokens.
+
+    `y` is what the task predicts: one whole number per sample, or several ([samples, labels]; tokens, below 0 at
+    padding), or numbers.
 
     `classes` is what you know beforehand, or it is counted in the test labels, which are public. It is never counted in
     clients' labels, because the model's shape tells it to everyone. A client's label beyond it is an error here, before
@@ -155,16 +160,21 @@ def federation_from_arrays(
     by a keyed hash of the clients' names. `public=True` says that the data are no secret: nothing is tracked.
     """
     _check_request(None, validation_share)
-    train, test = _own_samples("", x, y), _own_samples("test_", test_x, test_y)
+    train, test = own_samples("", x, y), own_samples("test_", test_x, test_y)
     own, other = (_shapes(samples.x) for samples in (train, test))
     if own != other:
         raise DataError(f"x has samples of shape {own}, test_x of {other}; they must agree")
     if classes is not None and (isinstance(classes, bool) or not isinstance(classes, int) or not 0 < classes <= 10**6):
         raise DataError(f"classes={classes!r} must be a whole number from 1 to 1,000,000")
-    known = classes if classes is not None else 1 + int(test.y.max())
-    _check_labels("test_y", test.y, known, "number the labels from 0, or give classes")
-    counted = f"the test labels show {known} classes: give classes=, the number that is known without looking at y"
-    _check_labels("y", train.y, known, "number the labels from 0, or give classes" if classes is not None else counted)
+    if train.y.dtype != test.y.dtype or train.y.shape[1:] != test.y.shape[1:]:
+        forms = [f"{[*y.shape[1:]]} of {y.dtype}" for y in (train.y, test.y)]
+        raise DataError(f"y has targets {forms[0]}, test_y {forms[1]}; they must agree")
+    known = _known_classes(test.y, classes)
+    if not test.y.is_floating_point():
+        advice = "number the labels from 0, or give classes (numbers to predict: give floats)"
+        counted = f"the test labels show {known} classes: give classes=, the number that is known without looking at y"
+        _check_labels("test_y", test.y, known, advice)
+        _check_labels("y", train.y, known, advice if classes is not None else counted)
     who = _own_clients(owners, len(train))
     total = int(who.max()) + 1
     if names is not None and not isinstance(names, Sequence | np.ndarray):
@@ -196,17 +206,59 @@ def _members(ids: Sequence[str]) -> str:
     return digest.hexdigest()
 
 
-def _own_samples(prefix: str, x: Any, y: Any) -> Samples:
-    values, labels = _tensor(f"{prefix}x", x), _whole_numbers(f"{prefix}y", y)
-    if values.ndim < 2 or len(values) == 0:
-        raise DataError(f"{prefix}x has shape {[*values.shape]}, must be [samples, ...] with at least one sample")
-    if len(values) != len(labels):
-        raise DataError(f"{prefix}x has {len(values)} samples but {prefix}y {len(labels)} labels; each needs one")
-    values = values if values.dtype == torch.uint8 else values.float()
-    broken = torch.nonzero(~torch.isfinite(values.flatten(1)).all(dim=1)).flatten()
+def own_samples(prefix: str, x: Any, y: Any) -> Samples:
+    """Return samples and targets of a user's as they are kept."""
+    if isinstance(x, Mapping):
+        if not x or not all(isinstance(name, str) and name.isidentifier() for name in x):
+            raise DataError(f"{prefix}x names its inputs {list(x)!r}, must be names of the model's arguments")
+        inputs: Inputs = {name: own_input(f"{prefix}x[{name!r}]", values, least=1) for name, values in x.items()}
+    else:
+        inputs = own_input(f"{prefix}x", x, least=2)
+    targets = own_targets(f"{prefix}y", y)
+    for values in tensors_of(inputs):
+        if len(values) != len(targets):
+            raise DataError(f"{prefix}x has {len(values)} samples but {prefix}y {len(targets)} labels; each needs one")
+    return Samples(inputs, targets)
+
+
+def own_input(name: str, x: Any, least: int = 2) -> Tensor:
+    """Return samples of a user's as they are kept: images uint8, whole numbers int64, numbers float32."""
+    values = _tensor(name, x)
+    if values.ndim < least or len(values) == 0:
+        raise DataError(f"{name} has shape {[*values.shape]}, must be [samples, ...] with at least one sample")
+    if values.dtype == torch.uint8:
+        return values
+    if values.is_floating_point() or values.is_complex():
+        values = values.float()
+        broken = torch.nonzero(~torch.isfinite(values.reshape(len(values), -1)).all(dim=1)).flatten()
+        if len(broken):
+            raise DataError(f"{name} has NaN or infinite values, first in sample {int(broken[0])}; clean them first")
+        return values
+    return values.long()
+
+
+def own_targets(name: str, y: Any) -> Tensor:
+    """Return targets of a user's as they are kept: int64, or float32 for numbers."""
+    targets = _tensor(name, y)
+    if targets.ndim < 1 or len(targets) == 0 or targets.is_complex():
+        raise DataError(
+            f"{name} has shape {[*targets.shape]} and type {targets.dtype}, must be [samples] or [samples, ...] of "
+            "whole numbers or floats"
+        )
+    if not targets.is_floating_point():
+        return targets.long()
+    targets = targets.float()
+    broken = torch.nonzero(~torch.isfinite(targets.reshape(len(targets), -1)).all(dim=1)).flatten()
     if len(broken):
-        raise DataError(f"{prefix}x has NaN or infinite values, first in sample {int(broken[0])}; clean them first")
-    return Samples(values, labels)
+        raise DataError(f"{name} has NaN or infinite values, first in sample {int(broken[0])}; drop these samples")
+    return targets
+
+
+def _known_classes(targets: Tensor, classes: int | None) -> int:
+    """Return how many classes, labels or tokens there are: as given, or as test targets show; 0 for numbers."""
+    if classes is not None:
+        return classes
+    return 0 if targets.is_floating_point() else 1 + max(0, int(targets.max()))
 
 
 def _shapes(x: Inputs) -> Any:
@@ -262,7 +314,8 @@ def _tensor(name: str, values: Any) -> Tensor:
 
 
 def _check_labels(name: str, labels: Tensor, classes: int, otherwise: str) -> None:
-    if not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+    several = labels.ndim > 1  # where padding is below 0, and the task looks at the rest
+    if not (several or int(labels.min()) >= 0) or int(labels.max()) >= classes:
         raise DataError(
             f"{name} runs from {int(labels.min())} to {int(labels.max())}, must be in 0..{classes - 1}; {otherwise}"
         )

@@ -280,7 +280,7 @@ def tune_on_proxy(
     best = max(range(len(scores)), key=scores.__getitem__)
     run = train(chosen[best], out=out, machine=machine, watch=watch(chosen[best], len(scores)))
     name = trials[0].dataset.part_name
-    key = metric.part_name if metric.part_name == "accuracy" else f"score of {metric.part_name}"
+    key = metric.key if metric.key == "accuracy" else f"score of {metric.key}"
     results = [{key: score, "config": to_dict(trial)} for score, trial in zip(scores, trials, strict=True)]
     write_atomically(out / "proxy.json", (canonical(results) + "\n").encode())
     words = f"chosen among {len(chosen)} configurations on {name}, which is declared to be public; this cost no privacy"

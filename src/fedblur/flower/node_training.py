@@ -19,19 +19,21 @@ from torch import Tensor
 from fedblur.core.config import Config
 from fedblur.core.errors import DataError
 from fedblur.core.rng import make_rng
-from fedblur.data.population import Packed
+from fedblur.data.federation import own_samples
+from fedblur.data.population import Federation, Packed
 from fedblur.flower.masking import Residues
 from fedblur.flower.settings import Deployment
 from fedblur.flower.wire import Refused
 from fedblur.learning.batches import plan_work
 from fedblur.learning.client import ClientJob, train_block
-from fedblur.learning.model_checks import check_model, constants_digest, for_training
+from fedblur.learning.model_checks import constants_digest, for_training
 from fedblur.learning.models import make_model
 from fedblur.learning.module_function import Layout, as_function
 from fedblur.privacy.clipping import Bounded, Message
 from fedblur.privacy.mechanisms.base import Release, mechanism_for
 from fedblur.privacy.mechanisms.secure_sum import SecureSum
-from fedblur.training.setup import plan_for
+from fedblur.training.checks import check_task
+from fedblur.training.setup import as_read_by, check_reading, plan_for, width_of
 
 _CPU = torch.device("cpu")
 _ROUNDING = 1e-9  # of an epsilon, between this processor's arithmetic and the server's
@@ -71,10 +73,10 @@ def _trained(
 ) -> tuple[Config, ClientJob, Bounded]:
     config = deployment.configuration()
     _demand_told(config, round_, told)
-    job = _job(deployment, config, told, arrays)
+    own = own_population(deployment, node)
+    job, data = _job(deployment, config, told, arrays, own)
     _demand_noise(config, told["noise_multiplier"], job.layout.total)
-    population = own_population(deployment, node)
-    shard = population.fetch(torch.tensor([0]))
+    shard = data.train.fetch(torch.tensor([0]))
     name = torch.tensor([told["client"]])  # names this client's random streams in a seeded run
     rng = make_rng(config.seed).child("round", round_)
     work = plan_work(shard, name, config.local.steps, config.local.batch_size, rng, _CPU)
@@ -114,18 +116,30 @@ def _demand_noise(config: Config, sigma: float, parameters: int) -> None:
 
 def own_population(deployment: Deployment, node: Mapping[str, Any]) -> Packed:
     """Return this node's samples, as a population of one."""
-    x, y = (torch.as_tensor(values) for values in deployment.client_data(node))
-    if x.ndim != 1 + len(deployment.shape) or tuple(x.shape[1:]) != tuple(deployment.shape):
-        raise DataError(f"client_data gives samples of shape {tuple(x.shape[1:])}, not {tuple(deployment.shape)}")
-    x = x if x.dtype == torch.uint8 else x.float()
-    return Packed(x, y.long(), torch.tensor([0]), torch.tensor([len(y)]), deployment.classes)
+    samples = own_samples("client_data's ", *deployment.client_data(node))
+    inputs, wanted = samples.x, deployment.shape
+    if isinstance(inputs, dict):
+        found: Any = {name: tuple(x.shape[1:]) for name, x in inputs.items()}
+        asked: Any = {name: tuple(shape) for name, shape in wanted.items()} if isinstance(wanted, Mapping) else wanted
+    else:
+        found, asked = tuple(inputs.shape[1:]), wanted if isinstance(wanted, Mapping) else tuple(wanted)
+    if found != asked:
+        raise DataError(f"client_data gives samples of shape {found}, not {asked}")
+    return Packed(samples.x, samples.y, torch.tensor([0]), torch.tensor([len(samples)]), deployment.classes)
 
 
-def _job(deployment: Deployment, config: Config, told: Mapping[str, Any], arrays: Mapping[str, bytes]) -> ClientJob:
+def _job(
+    deployment: Deployment, config: Config, told: Mapping[str, Any], arrays: Mapping[str, bytes], own: Packed
+) -> tuple[ClientJob, Federation]:
+    """Return what this node's client is asked to do, and its data as the model reads them."""
+    data = Federation("a node's own", own, None, 0, own.samples())
     module = (
-        deployment.module() if deployment.module else make_model(config.model, deployment.shape, deployment.classes, 0)
+        deployment.module()
+        if deployment.module
+        else make_model(config.model, own.shape, width_of(config.task, data), 0)
     )
-    check_model(module, deployment.shape, deployment.classes)
+    data = as_read_by(module, data)
+    check_task(config, data, check_reading(module, config.task, data))
     if told["constants"] != constants_digest(module):
         raise Refused("the model's frozen parameters and buffers are not the server's: all need the same weights")
     layout = Layout.of(module)
@@ -134,7 +148,7 @@ def _job(deployment: Deployment, config: Config, told: Mapping[str, Any], arrays
         raise Refused(f"a model of {len(start)} parameters came for one of {layout.total}")
     support = _vector(arrays["support"], "<i8") if "support" in arrays else None
     message = Message(config.bounding, support, told["bit_weight"])
-    return ClientJob(
+    job = ClientJob(
         as_function(for_training(module)),
         layout,
         layout.unflatten(start),
@@ -142,7 +156,9 @@ def _job(deployment: Deployment, config: Config, told: Mapping[str, Any], arrays
         config.method,
         told["clip_norm"],
         message,
+        config.task,
     )
+    return job, data
 
 
 def _vector(data: bytes, kind: str) -> Tensor:

@@ -16,10 +16,11 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 from torch import Tensor
 
-from fedblur.core.callbacks import Row
+from fedblur.core.callbacks import Row, figures_of
 from fedblur.core.config import canonical, differences, to_dict
 from fedblur.core.errors import ConfigError, PrivacyError, RunError
-from fedblur.data.population import Federation, Samples, Shard
+from fedblur.data.federation import own_samples
+from fedblur.data.population import Federation, Shard, tensors_of
 from fedblur.flower.exchange import Exchange
 from fedblur.flower.nodes import CentralNodes, Nodes, SecureNodes
 from fedblur.flower.roster import Roster
@@ -66,9 +67,8 @@ def serve(deployment: Deployment, grid: Grid, settings: Settings) -> Run:
         raise ConfigError(f"method {config.voting.part_name!r} is a protocol of its own and does not run on Flower")
     if config.evaluate != "test":
         raise ConfigError("evaluate='validation' needs clients' data on the server; use test data of your own")
-    x, y = (torch.as_tensor(values) for values in deployment.test_data())
-    test = Samples(x if x.dtype == torch.uint8 else x.float(), y.long())
-    clients = Remote(config.clients, deployment.shape, deployment.classes)
+    test = own_samples("test_data's ", *deployment.test_data())
+    clients = Remote(config.clients, tensors_of(test.x)[0].shape[1:], deployment.classes)
     federation = Federation("flower", clients, None, 0, test, remote=True, population=settings.population)
     module = deployment.module() if deployment.module else None
     new = not folder.began()  # or one that ended while it waited for its nodes
@@ -79,7 +79,7 @@ def serve(deployment: Deployment, grid: Grid, settings: Settings) -> Run:
         log(INFO, "a new run in %s: trust = %s", folder.path, settings.trust)
         run = train(
             config, out=folder.path, machine=machine, federation=federation, module=module, watch=_say,
-            connect=nodes.connect,
+            connect=nodes.connect, loss=deployment.loss,
         )  # fmt: skip
         return _said(run)
     stored = {key: value for key, value in folder.resolved().items() if key != "own"}
@@ -89,7 +89,7 @@ def serve(deployment: Deployment, grid: Grid, settings: Settings) -> Run:
     log(INFO, "resuming the run in %s", folder.path)
     run = resume(
         folder.path, machine=machine, federation=federation, module=module, watch=_say, connect=nodes.connect,
-        tell=lambda note: log(INFO, "%s", note),
+        tell=lambda note: log(INFO, "%s", note), loss=deployment.loss,
     )  # fmt: skip
     return _said(run)
 
@@ -103,6 +103,7 @@ def _said(run: Run) -> Run:
 
 def _say(row: Row) -> None:
     """Write one line a round to Flower's log, which `flwr run --stream` shows to the operator."""
-    measured = "" if row["accuracy"] is None else f", accuracy {row['accuracy']:.4f}, epsilon {row['epsilon']:.3f}"
+    headline = next(iter(figures_of(row).items()), None)
+    measured = "" if headline is None else f", {headline[0]} {headline[1]:.4f}, epsilon {row['epsilon']:.3f}"
     fate = "aborted and paid for" if "aborted" in row["local_only"] else "done"
     log(INFO, "round %d %s in %.1f s%s", row["round"], fate, row["seconds"], measured)

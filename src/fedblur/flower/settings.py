@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fedblur.core.config import Config
+    from fedblur.learning.tasks import Loss
 
 Trust = Literal["central", "secure-sum"]
 TRUST: tuple[Trust, ...] = ("central", "secure-sum")
@@ -25,22 +26,24 @@ class Deployment:
     """A federation's task: what server and clients have in common, and how each finds its data."""
 
     config: Path  # a FedBlur configuration; `clients` is the number of nodes
-    shape: tuple[int, ...]  # of one sample
-    classes: int
-    client_data: Callable[[Mapping[str, Any]], Arrays]  # node configuration -> this node's own samples
+    shape: tuple[int, ...] | Mapping[str, tuple[int, ...]]  # of one sample, or of each of its inputs by name
+    classes: int  # how many classes, tokens or items targets are of; 0 where they are numbers
+    client_data: Callable[[Mapping[str, Any]], Arrays]  # node configuration -> this node's own samples and targets
     test_data: Callable[[], Arrays]  # on the server: samples that belong to nobody in the federation
     module: Callable[[], nn.Module] | None = None  # None: the configuration's model
+    loss: Loss | None = None  # (outputs, targets) -> [samples], a task of your own; None: the configuration's
 
     def configuration(self) -> Config:
         """Return the configuration that `config` names."""
         from fedblur.core.config import from_dict, read_toml  # at first use: most messages to a node need neither
+        from fedblur.training.loop import with_loss
 
         table = read_toml(self.config)
         if "recipe" not in table:
-            return from_dict(table)
+            return with_loss(from_dict(table), self.loss)
         from fedblur.experiments.recipe import configure  # which needs plans
 
-        return configure(table)
+        return with_loss(configure(table), self.loss)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ from fedblur.learning.randomness import SeededRandomness
 from fedblur.learning.tasks import Classification, Task
 from fedblur.privacy.clipping import Bounded, Message
 
+_MEAN, _SQUARE = "mean of ", "square of "  # Adam's state, beside the names of tensors
+
 
 @dataclass(frozen=True)
 class ClientJob:
@@ -99,7 +101,9 @@ class LocalProgram:
             terms.append(gradient)
         if terms:
             gradient = reduce(add, terms)
-            if local.momentum:
+            if local.optimizer == "adam":
+                gradient, velocity = self._adam(gradient, velocity, torch.as_tensor(step, device=batch.rate.device))
+            elif local.momentum:
                 velocity = gradient = add(gradient, velocity, local.momentum)
             delta = {name: torch.addcmul(delta[name], batch.rate, gradient[name], value=-1) for name in delta}
         for method in self.methods:
@@ -109,7 +113,22 @@ class LocalProgram:
     @property
     def _linear(self) -> bool:
         """Whether the loss's gradient is only ever multiplied by −η: then its chain starts with that factor."""
-        return not self.local.momentum and not any(method.bends_gradient for method in self.methods)
+        plain = self.local.optimizer == "sgd" and not self.local.momentum
+        return plain and not any(method.bends_gradient for method in self.methods)
+
+    def _adam(self, gradient: Params, moments: Params, step: Tensor) -> tuple[Params, Params]:
+        """Return the direction of Adam (Kingma and Ba 2015) and its means; the first step is number 0."""
+        (first, second), tiny, done = self.local.betas, self.local.adam_epsilon, (step + 1).double()
+        share, square = 1 - first**done, 1 - second**done  # what the means have of a whole one so far
+        direction: Params = {}
+        means, squares = ({name: moments[mark + name] for name in gradient} for mark in (_MEAN, _SQUARE))
+        for name, slope in gradient.items():
+            means[name] = torch.lerp(means[name], slope, 1 - first)
+            squares[name] = second * squares[name] + (1 - second) * slope.square()
+            root = (squares[name] / square.to(slope.dtype)).sqrt() + tiny
+            direction[name] = means[name] / share.to(slope.dtype) / root
+        kept = {mark + name: each[name] for mark, each in ((_MEAN, means), (_SQUARE, squares)) for name in gradient}
+        return direction, kept
 
     def score(self, start: Params, delta: Params, batch: Batch) -> Params:
         """Return Σ ∇f over these samples at the end point, in evaluation mode and without what the methods add."""
@@ -207,7 +226,8 @@ def run_steps(
     """Run Q local steps from Δ = 0."""
     delta = {name: zeros_for(tensor, seeds.shape) for name, tensor in start.items()}
     # Not the same tensors as Δ: a tracer would take the two for one.
-    velocity = {name: torch.zeros_like(tensor) for name, tensor in delta.items()} if local.momentum else {}
+    marks = [_MEAN, _SQUARE] if local.optimizer == "adam" else [""] if local.momentum else []
+    velocity = {mark + name: torch.zeros_like(tensor) for mark in marks for name, tensor in delta.items()}
     for q, batch in enumerate(read_batches(x, y, plan, local.learning_rate)):
         delta, velocity = step(start, delta, velocity, clip_norm, batch, seeds, q)
     return delta

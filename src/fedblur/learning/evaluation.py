@@ -53,7 +53,7 @@ def measure(
                 parts.append(part)
             else:
                 parts[0] = parts[0] + part
-    figures = {metric.part_name: metric.value(torch.cat(parts)) for metric, parts in zip(metrics, counted, strict=True)}
+    figures = {metric.key: metric.value(torch.cat(parts)) for metric, parts in zip(metrics, counted, strict=True)}
     return Measured(figures, float(loss) / len(samples))
 
 
@@ -126,7 +126,7 @@ def fairness(
         samples, sizes = own_samples(federation.train)
         each = figure_by_client(forward, theta, samples, sizes, task, metric, methods, views)
         figures = [round(value, 4) if math.isfinite(value) else None for value in each.tolist()]
-        return {"client_figures": figures, "client_metric": metric.part_name, "client_samples": sizes.tolist()}
+        return {"client_figures": figures, "client_metric": metric.key, "client_samples": sizes.tolist()}
     shares, counts = accuracy_by_class(forward, theta, held_out, federation.train.classes, methods, views)
     samples, sizes = own_samples(federation.train)
     each = accuracy_by_client(forward, theta, samples, sizes, methods, views)

@@ -49,15 +49,30 @@ def check_model(
     _check_parameters(module)
     device = next(module.parameters()).device
     zeros = each_input(torch.zeros(2, *shape) if zeros is None else zeros, lambda x: x.to(device))
-    cannot_read = f"the model cannot read samples of shape {tuple(shape)}"
-    with _left_as_it_was(module):
-        module.eval()
-        with _explained(cannot_read, "make its first layer fit"), torch.no_grad(), SeededRandomness(None):
-            output = ModuleFunction(module)({}, zeros)
-        _check_output(output, classes, outputs)
+    cannot_read, advice = f"the model cannot read samples of shape {tuple(shape)}", "make its first layer fit"
+    if isinstance(zeros, dict):
+        cannot_read, advice = f"the model cannot read the inputs {', '.join(zeros)}", "name them as its arguments are"
+    with _explained(cannot_read, advice):
+        output = _outputs_for(module, zeros)
+    _check_output(output, classes, outputs)
     with _left_as_it_was(module):
         _rehearse(for_training(module), zeros)
-    return output
+    return cast(Tensor, output)
+
+
+def _outputs_for(module: nn.Module, inputs: Inputs) -> Any:
+    with _left_as_it_was(module), torch.no_grad(), SeededRandomness(None):
+        return ModuleFunction(module.eval())({}, inputs)
+
+
+def runs(module: nn.Module, inputs: Inputs) -> bool:
+    """Return whether a model reads these samples in evaluation mode without an error; it is left as it was."""
+    device = next(module.parameters()).device
+    try:
+        _outputs_for(module, each_input(inputs, lambda x: x.to(device)))
+    except Exception:  # whatever a foreign forward raises
+        return False
+    return True
 
 
 def for_training(module: nn.Module) -> nn.Module:

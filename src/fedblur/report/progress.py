@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from fedblur.core.callbacks import Row
+from fedblur.core.callbacks import Row, figures_of
 
 
 class RunProgress:
@@ -26,12 +26,13 @@ class RunProgress:
         self.rounds = rounds
         self.quiet = quiet
         self.label = label
-        self.accuracy = self.epsilon = self.clipped = math.nan
+        self.epsilon = self.clipped = math.nan
+        self.headline = "acc –"
         self.progress = Progress(
             TextColumn("{task.description}", markup=False),
             MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=7)),
             BarColumn(bar_width=None, table_column=Column(ratio=1, max_width=24)),
-            TextColumn("acc {task.fields[accuracy]} ε {task.fields[epsilon]} clipped {task.fields[clipped]}"),
+            TextColumn("{task.fields[headline]} ε {task.fields[epsilon]} clipped {task.fields[clipped]}"),
             TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True, min_width=5)),
             console=console or Console(stderr=True),
             disable=quiet,
@@ -50,14 +51,15 @@ class RunProgress:
             self.progress.stop()
 
     def __call__(self, row: Row) -> None:
-        if row["accuracy"] is not None:
-            self.accuracy = row["accuracy"]
+        if figures := figures_of(row):
+            name, value = next(iter(figures.items()))
+            self.headline = f"acc {100 * value:.1f} %" if name == "accuracy" else f"{name} {value:.4g}"
         if (epsilon := row.get("epsilon")) is not None:
             self.epsilon = epsilon
         if (share := row["local_only"].get("clipped_share")) is not None:
             self.clipped = share
         fields: dict[str, Any] = {
-            "accuracy": "–" if math.isnan(self.accuracy) else f"{100 * self.accuracy:.1f} %",
+            "headline": self.headline,
             "epsilon": "–" if math.isnan(self.epsilon) else f"{self.epsilon:.2f}",
             "clipped": "–" if math.isnan(self.clipped) else f"{100 * self.clipped:.0f} %",
         }

@@ -24,7 +24,7 @@ from fedblur.privacy.accounting import ACCOUNTANTS, zcdp
 from fedblur.privacy.claim import UNCLAIMED, Claim, Selection, to_json
 from fedblur.privacy.ledger import read_randomness
 from fedblur.report.page import Page, html, render_markdown
-from fedblur.report.text import counted, rounded_up, words_of_population
+from fedblur.report.text import counted, rounded_up, words_of_figure, words_of_population
 from fedblur.training.run_folder import NO_AUDIT, RunFolder, RunSummary
 from fedblur.training.verify_ledger import Books, compose, read_books, unprotected, verify
 
@@ -167,7 +167,9 @@ class Statement:
             },
             "tuning": self.tuning or None,
             "assumed": assumed(self.seeded, self.privacy.sampling),
-            "not_protected": not_protected(self.in_floats, self.privacy.votes, self.scored, self.start),
+            "not_protected": not_protected(
+                self.in_floats, self.privacy.votes, self.scored, self.start, self.summary.headline[0]
+            ),
             "seed": self.config.get("seed"),
             "versions": self.summary.versions,
             "config_hash": own,
@@ -275,11 +277,14 @@ def write_statement(run: str | Path, also: Sequence[Path] = (), tuning: str = ""
 def page_of(statement: Statement) -> Page:
     """Return the statement as a page."""
     config, spends, budget = statement.config, statement.books.spends, statement.books.budget
+    metric, value = statement.summary.headline
     text = render_markdown(
         "statement.md.jinja",
         s=statement,
         facts=statement.facts(),
         summary=statement.summary,
+        metric=metric,
+        figure=f"{100 * value:.1f} %" if metric == "accuracy" else words_of_figure(metric, value),
         privacy=statement.privacy,
         budget=budget,
         releases=len(spends),
@@ -315,12 +320,14 @@ def assumed(seeded: bool, sampling: str) -> list[str]:
     return lines
 
 
-def not_protected(in_floats: bool, pool: bool = False, scored: int = 0, start: str = "") -> list[str]:
+def not_protected(
+    in_floats: bool, pool: bool = False, scored: int = 0, start: str = "", metric: str = "accuracy"
+) -> list[str]:
     """List what the claim does not cover.
 
     `in_floats`: the noise was added in floating point; `pool`: labels of public samples were bought; `scored`:
     validation clients whose scores chose the settings without noise; `start`: the type of a model whose starting
-    weights the caller gave.
+    weights the caller gave; `metric`: the headline.
     """
     others = []
     if in_floats:
@@ -345,7 +352,7 @@ def not_protected(in_floats: bool, pool: bool = False, scored: int = 0, start: s
         *others,
         "What the population as a whole teaches: the model learns it, and that is the purpose.",
         "A client against whoever holds its data, or against the trusted party itself.",
-        "Whoever the data behind the accuracy belong to: it was measured without noise. Where they are clients too "
+        f"Whoever the data behind the {metric} belong to: it was measured without noise. Where they are clients too "
         "(see the note about the data), publishing it tells something about them that ε does not count.",
         "Figures marked local_only in the run folder (norms, cohort sizes, times): made without noise; publishing "
         "them voids the claim.",

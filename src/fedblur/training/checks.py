@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedblur.core.callbacks import Row
 from fedblur.core.config import Config
 from fedblur.core.errors import ConfigError, ModelError
-from fedblur.data.population import Federation, as_input, each_input, is_text, one_input
+from fedblur.data.population import Federation, Packed, as_input, each_input, is_text, one_input
+from fedblur.learning.metrics import metrics_of
+from fedblur.learning.tasks import Classification
 from fedblur.privacy.accounting import PrivacyPlan
 from fedblur.privacy.planning import signal_to_noise
 from fedblur.training.machine import Machine
@@ -24,7 +26,10 @@ _WANTED = {
 }
 
 
-def check_arguments(config: Any, machine: Any, federation: Any, module: Any, trainable: Any = None) -> None:
+def check_arguments(
+    config: Any, machine: Any, federation: Any, module: Any,
+    trainable: Any = None, loss: Any = None, on_evaluate: Any = None,
+) -> None:  # fmt: skip
     """Check the arguments of `train` and `resume`; None is left to their defaults."""
     given = {"config": config, "machine": machine, "federation": federation, "module": module}
     for name, value in given.items():
@@ -38,6 +43,9 @@ def check_arguments(config: Any, machine: Any, federation: Any, module: Any, tra
         raise ConfigError(f"trainable={trainable!r} must be a list of patterns of names, like ['*.lora_*', 'head.*']")
     if trainable is not None and config is not None and config.voting is not None:
         raise ConfigError("trainable= is for rounds: voters train the whole model; set requires_grad on its parameters")
+    for name, value in {"loss": loss, "on_evaluate": on_evaluate}.items():
+        if value is not None and not callable(value):
+            raise ConfigError(f"{name}={value!r:.80} must be a function")
     if config is not None and federation is not None and config.clients not in (None, federation.train.clients):
         raise ConfigError(
             f"clients={config.clients} has no effect on data of your own, which have {federation.train.clients} "
@@ -68,6 +76,34 @@ def check_fit(config: Config, data: Federation, named: bool) -> None:
         return
     for method in config.method:  # on two samples, so that a round is not where a misfit shows
         method.view(as_input(each_input(data.test.x, lambda x: x[:2])), torch.tensor(0), 0)
+
+
+def check_task(config: Config, data: Federation, outputs: Tensor) -> None:
+    """Refuse targets, a loss and metrics that do not fit each other. `outputs`: of the first samples, or of zeros."""
+    task, classes, y = config.task, data.train.classes, data.test.y
+    task.check_targets("the test data's target", y, classes)
+    if isinstance(data.train, Packed) and not isinstance(task, Classification):  # whose targets Packed has checked
+        task.check_targets("a client's target", data.train.y, classes)
+    few = y[: len(outputs)].to(outputs.device)
+    outputs = outputs[: len(few)]
+    try:
+        with torch.no_grad():
+            losses = task.loss(outputs, few)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a foreign loss raises, the user needs the same one line
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"task {task.part_name!r} cannot compare outputs {[*outputs.shape[1:]]} with targets {[*few.shape[1:]]}: "
+            f"{reason}"
+        ) from error
+    if losses.shape != (len(few),):
+        raise ConfigError(
+            f"the loss of task {task.part_name!r} has shape {[*losses.shape]} for {len(few)} samples; it must be one "
+            "number for each, [samples]"
+        )
+    for metric in metrics_of(task, config.metrics):
+        metric.check(outputs, y.to(outputs.device))
 
 
 def reads_text(model: object) -> bool:

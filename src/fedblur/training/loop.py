@@ -11,22 +11,33 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from fedblur.core.callbacks import SAVED, Row, Watcher
+from fedblur.core.callbacks import SAVED, Examine, Row, Watcher, examined, figures_of
 from fedblur.core.config import Config, canonical, from_dict, to_dict
-from fedblur.core.errors import DivergedError, LostRankError, PrivacyError, RoundAborted, RunError, TimeIsUp
+from fedblur.core.errors import (
+    ConfigError,
+    DivergedError,
+    LostRankError,
+    OwnFunctionError,
+    PrivacyError,
+    RoundAborted,
+    RunError,
+    TimeIsUp,
+)
 from fedblur.data.population import Federation
 from fedblur.engines import suitable_threads
 from fedblur.engines.cohort_sum import Connect
 from fedblur.engines.distributed import Ranks, demand_one_process, together
 from fedblur.learning.evaluation import Measured, fairness, measure
-from fedblur.learning.module_function import initial_vector, load_vector
+from fedblur.learning.module_function import copied, initial_vector, load_vector
+from fedblur.learning.tasks import Classification, Loss, Own, OwnLoss
 from fedblur.privacy.claim import to_json, unclaimed
 from fedblur.training.checkpoint import Checkpoint, save_checkpoint
 from fedblur.training.checks import check_arguments, note_divergence
@@ -88,19 +99,24 @@ def train(
     watch: Watcher | None = None,
     tell: Callable[[str], None] | None = None,
     connect: Connect | None = None,
+    loss: Loss | None = None,
+    on_evaluate: Examine | None = None,
 ) -> Run:
     """Run a configuration from the start. `federation` and `module` bring your own data and model. The run trains a
     copy of the module, `Run.module`. `trainable`: patterns of parameters' names (`["*.lora_*", "head.*"]`); all others
     are frozen. `tell` hears which engine computes it and why.
 
+    `loss`: (outputs, targets) -> [samples], a task of your own. `on_evaluate` gets the model whenever it is evaluated
+    and returns figures that join the metrics, {"name": number}; what it reads must be as public as the metrics.
+
     Under torchrun, call it on every rank: rank 0's configuration and folder count, and all get the same Run. `connect`
     names who sums the cohorts instead of this process (`flower/nodes.py`).
     """
-    check_arguments(config, machine, federation, module, trainable)
-    config, machine = config or Config(), machine or Machine()
+    check_arguments(config, machine, federation, module, trainable, loss, on_evaluate)
+    config, machine = with_loss(config or Config(), loss), machine or Machine()
     with connected(machine, connect) as ranks:
         if ranks.rank:
-            return assist(ranks, machine, federation, module)
+            return assist(ranks, machine, federation, module, loss)
         folder = RunFolder(Path(out) if out is not None else default_folder(config, federation))
         with folder.held():
             own: dict[str, Any] = {  # from Python
@@ -136,7 +152,7 @@ def train(
             if config.averaging is not None:
                 state = config.averaging.init(state)
             _save(folder, setup, state, resolved)
-            return dismiss(ranks, setup, run_loop(folder, setup, state, resolved, [], watch))
+            return dismiss(ranks, setup, run_loop(folder, setup, state, resolved, [], watch, on_evaluate))
 
 
 def connected(machine: Machine, connect: Connect | None) -> AbstractContextManager[Ranks]:
@@ -157,10 +173,16 @@ def dismiss(ranks: Ranks, setup: Setup, run: Run) -> Run:
     return run
 
 
-def assist(ranks: Ranks, machine: Machine, federation: Federation | None, module: nn.Module | None) -> Run:
+def assist(
+    ranks: Ranks,
+    machine: Machine,
+    federation: Federation | None,
+    module: nn.Module | None,
+    loss: Loss | None = None,
+) -> Run:
     """Sum a rank's part of each cohort until rank 0 says that the run is over. Ranks above 0 decide nothing."""
     ranks.path, resolved = ranks.tell()
-    config = config_of(resolved, federation, module)
+    config = config_of(resolved, federation, module, loss)
     setup = prepare(config, None, machine, federation, module, ranks.connect, trainable=trainable_of(resolved))
     protocol = setup.protocol
     job = client_job(protocol, protocol.server.init(setup.initial))
@@ -180,14 +202,18 @@ def trainable_of(resolved: dict[str, Any]) -> list[str] | None:
     return patterns
 
 
-def config_of(resolved: dict[str, Any], federation: Federation | None, module: nn.Module | None) -> Config:
+def config_of(
+    resolved: dict[str, Any], federation: Federation | None, module: nn.Module | None, loss: Loss | None = None
+) -> Config:
     """Read a run's configuration back; what came from Python must be given again."""
-    own = resolved.get("own", {})
-    for what, given in (("data", federation), ("model", module)):
+    own = dict(resolved.get("own", {}))
+    task = resolved.get("task") or {}
+    own["loss"] = task.get("function") if task.get("name") == Own.part_name else None
+    for what, given in (("data", federation), ("model", module), ("loss", loss)):
         if own.get(what) and given is None:
             raise RunError(
                 f"this run was started from Python with its own {what} ({own[what]}); "
-                "resume it from Python: fedblur.resume(path, federation=..., module=...)"
+                "resume it from Python: fedblur.resume(path, federation=..., module=..., loss=...)"
             )
     people = federation.population if federation is not None else None
     if own.get("population", people) != people:
@@ -195,7 +221,19 @@ def config_of(resolved: dict[str, Any], federation: Federation | None, module: n
             f"this run is charged to population {own['population']!r}, and these data are of {people!r}; give the data "
             "with which it was started"
         )
-    return from_dict({key: value for key, value in resolved.items() if key != "own"})
+    config = from_dict({key: value for key, value in resolved.items() if key != "own"})
+    return with_loss(config, loss)
+
+
+def with_loss(config: Config, loss: Loss | None) -> Config:
+    """Return the configuration with a loss from Python as its task."""
+    if loss is None:
+        return config
+    task, found = OwnLoss(loss), config.task
+    if found not in (Classification(), Own(), Own(task.function)) and found != task:
+        name = found.function if isinstance(found, Own) else found.part_name
+        raise ConfigError(f"loss={task.function} is given, but the task is {name!r}; keep one of them")
+    return replace(config, task=task)
 
 
 def run_loop(
@@ -205,6 +243,7 @@ def run_loop(
     resolved: dict[str, Any],
     rows: list[Row],
     watch: Watcher | None,
+    on_evaluate: Examine | None = None,
 ) -> Run:
     config, saved, began_at = setup.config, state.round, state.round
     try:
@@ -213,7 +252,11 @@ def run_loop(
                 began = time.perf_counter()
                 result = run_round(setup.protocol, state, setup.rng.child("round", state.round + 1))
                 state = result.state
-                rows.append(_row(setup, state, result.local_only, began))
+                try:
+                    rows.append(_row(setup, state, result.local_only, began, on_evaluate))
+                except OwnFunctionError:
+                    folder.append_round(_row(setup, state, result.local_only, began, None))
+                    raise
                 diverged = note_divergence(rows[-1], config, setup.protects)
                 folder.append_round(rows[-1])
                 if state.round % config.checkpoint_every == 0 or state.round == config.rounds:
@@ -223,7 +266,7 @@ def run_loop(
                     watch(rows[-1])
                 if diverged and not setup.protects:
                     raise DivergedError(diverged)
-    except (PrivacyError, DivergedError, LostRankError, TimeIsUp, KeyboardInterrupt) as reason:
+    except (PrivacyError, DivergedError, LostRankError, OwnFunctionError, TimeIsUp, KeyboardInterrupt) as reason:
         if state.round > saved:  # keep what has been paid for
             _save(folder, setup, state, resolved)
         if state.round > began_at or not folder.summary.exists():
@@ -233,7 +276,9 @@ def run_loop(
     return _finish(folder, setup, state, rows)
 
 
-def _row(setup: Setup, state: ServerState, local_only: dict[str, Any], began: float) -> Row:
+def _row(
+    setup: Setup, state: ServerState, local_only: dict[str, Any], began: float, on_evaluate: Examine | None
+) -> Row:
     config = setup.config
     epsilon = measured = None
     if state.round % config.eval_rounds() == 0 or state.round in (1, config.rounds):
@@ -241,12 +286,12 @@ def _row(setup: Setup, state: ServerState, local_only: dict[str, Any], began: fl
         ledger, plan = setup.protocol.ledger, setup.protocol.plan
         epsilon = ledger.epsilon() if setup.rng.private else plan.epsilon(state.round)
         epsilon = epsilon if unclaimed(setup.own_parts) is None else math.inf
-        measured = held_out_figures(setup, published(state, config.averaging))
+        measured = held_out_figures(setup, published(state, config.averaging), on_evaluate)
     figures: dict[str, Any] = {}
-    names = [metric.part_name for metric in setup.metrics]
+    names = [metric.key for metric in setup.metrics]
     if "accuracy" in names:
         figures["accuracy"] = measured and measured.figures["accuracy"]
-    if names != ["accuracy"]:
+    if names != ["accuracy"] or on_evaluate is not None:
         figures["figures"] = measured and measured.figures
     row: Row = {
         "round": state.round, "epsilon": epsilon, **figures, "loss": measured and measured.loss,  # type: ignore[typeddict-item]
@@ -261,13 +306,20 @@ def _row(setup: Setup, state: ServerState, local_only: dict[str, Any], began: fl
     return row
 
 
-def held_out_figures(setup: Setup, vector: Tensor) -> Measured:
-    """Measure metrics and loss of a model on held-out data."""
+def held_out_figures(setup: Setup, vector: Tensor, on_evaluate: Examine | None = None) -> Measured:
+    """Measure metrics and loss of a model on held-out data, and what a function of the user's finds."""
     config, protocol = setup.config, setup.protocol
-    return measure(
+    measured = measure(
         protocol.forward, protocol.layout.unflatten(vector), setup.held_out, protocol.task, setup.metrics,
         config.method, config.test_views,
     )  # fmt: skip
+    if on_evaluate is None:
+        return measured
+    model = copied(setup.module)  # the user may change it as they like
+    load_vector(model, vector)
+    with torch.no_grad():
+        found = examined(on_evaluate, model.eval(), measured.figures)
+    return measured._replace(figures=measured.figures | found)
 
 
 def _finish(folder: RunFolder, setup: Setup, state: ServerState, rows: list[Row]) -> Run:
@@ -281,7 +333,10 @@ def _finish(folder: RunFolder, setup: Setup, state: ServerState, rows: list[Row]
         round_, vector = folder.model_round(), layout.flatten(folder.read_model()).to(vector.device)
     if state.round == setup.config.rounds:
         setup.protocol.ledger.settle()
-    record = summarise(setup, state, round_, rows, held_out_figures(setup, vector))
+    measured = held_out_figures(setup, vector)
+    if rows and rows[-1]["round"] == round_:  # with what the user's function found
+        measured = measured._replace(figures=figures_of(rows[-1]) | measured.figures)
+    record = summarise(setup, state, round_, rows, measured)
     folder.write_summary(record)
     load_vector(setup.module, vector.to(setup.initial.device))
     return Run(folder.path, record, setup.module.eval(), rows)

@@ -21,6 +21,7 @@ from torch import nn
 
 from fedblur.core.config import Config
 from fedblur.core.rng import Rng
+from fedblur.learning.tasks import Own
 from fedblur.privacy.accounting import PrivacyPlan
 from fedblur.privacy.claim import OwnPart
 from fedblur.privacy.laws import Check
@@ -63,6 +64,10 @@ def own_parts(config: Config, module: nn.Module | None = None) -> tuple[OwnPart,
             continue
         value = getattr(config, field.name)
         for part in value if isinstance(value, tuple) else (value,):
+            if isinstance(part, Own) and part.function:  # a loss from Python
+                source, _, name = part.function.partition(":")
+                found.append(_part("task", name, source))
+                continue
             if part is None or (field.name == "model" and module is not None) or not is_own(part):
                 continue
             kind = "voting" if part is config.voting else str(field.metadata["part"])

@@ -11,13 +11,14 @@ from pathlib import Path
 
 from torch import nn
 
-from fedblur.core.callbacks import Watcher, with_header
+from fedblur.core.callbacks import Examine, Watcher, with_header
 from fedblur.core.config import differences
 from fedblur.core.errors import PrivacyError, RunError
 from fedblur.core.files import remove
 from fedblur.data.population import Federation
 from fedblur.engines.cohort_sum import Connect
 from fedblur.engines.distributed import demand_one_process
+from fedblur.learning.tasks import Loss
 from fedblur.privacy.ledger_file import demand_anchor
 from fedblur.training.checkpoint import load_newest
 from fedblur.training.checks import check_arguments
@@ -37,14 +38,16 @@ def resume(
     watch: Watcher | None = None,
     tell: Callable[[str], None] = print,
     connect: Connect | None = None,
+    loss: Loss | None = None,
+    on_evaluate: Examine | None = None,
 ) -> Run:
     """Continue a run from its last whole checkpoint. `tell` hears what had to be repaired."""
-    check_arguments(None, machine, federation, module)
+    check_arguments(None, machine, federation, module, None, loss, on_evaluate)
     machine = machine or Machine()
     folder = RunFolder(path := Path(path))
     with connected(machine, connect) as ranks:
         if ranks.rank:
-            return assist(ranks, machine, federation, module)
+            return assist(ranks, machine, federation, module, loss)
         folder.demand_begun()  # or an error: no folder is made here
         with folder.held():
             resolved = folder.resolved()
@@ -54,7 +57,7 @@ def resume(
                 what = "; ".join(changed)
                 raise RunError(f"the configuration of {path} was changed ({what}); put it back or start a new run")
             with folder.reading():
-                config = config_of(resolved, federation, module)
+                config = config_of(resolved, federation, module, loss)
             demand_anchor(folder.ledger, checkpoint.state.get("ledger"), f"the checkpoint of round {checkpoint.round}")
             demand_same_roles(checkpoint.state, config, machine, federation)
             for note in notes:
@@ -84,7 +87,7 @@ def resume(
                 remove(folder.summary)  # of what was there when the run stopped; wrong from now on
             rows = folder.truncate_rounds(state.round)
             watch = with_header(setup.header, tell, watch)
-            return dismiss(ranks, setup, run_loop(folder, setup, state, resolved, rows, watch))
+            return dismiss(ranks, setup, run_loop(folder, setup, state, resolved, rows, watch, on_evaluate))
 
 
 def _demand_budget(folder: RunFolder, setup: Setup, state: ServerState) -> None:

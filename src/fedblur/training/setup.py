@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from fedblur.core.config import Config, config_digest, config_hash
-from fedblur.core.errors import ConfigError, PrivacyError, RunError
+from fedblur.core.errors import ConfigError, DataError, PrivacyError, RunError
 from fedblur.core.rng import Rng, make_rng
 from fedblur.data.federation import load_federation
-from fedblur.data.population import Federation, Samples
+from fedblur.data.population import Federation, Inputs, Packed, Samples, as_input, each_input
 from fedblur.data.roles import ROLES
 from fedblur.engines import Engine
 from fedblur.engines.cohort_sum import Connect, Source, Wanted
@@ -25,7 +25,7 @@ from fedblur.engines.simulate import simulate
 from fedblur.engines.timing import Work
 from fedblur.learning.client import ClientJob
 from fedblur.learning.metrics import Metric, metrics_of
-from fedblur.learning.model_checks import check_model, constants, constants_digest, for_training
+from fedblur.learning.model_checks import check_model, constants, constants_digest, for_training, runs
 from fedblur.learning.models import make_model
 from fedblur.learning.models.fixed_features import Fronted, computed_ahead
 from fedblur.learning.module_function import (
@@ -36,6 +36,7 @@ from fedblur.learning.module_function import (
     copied,
     initial_vector,
 )
+from fedblur.learning.tasks import Task
 from fedblur.privacy import events
 from fedblur.privacy.accounting import PrivacyPlan, make_plan
 from fedblur.privacy.claim import UNIT, OwnPart, unclaimed
@@ -43,7 +44,7 @@ from fedblur.privacy.clipping import Message
 from fedblur.privacy.ledger import Budget, Ledger, Subject, randomness_of
 from fedblur.privacy.mechanisms.base import mechanism_for
 from fedblur.privacy.population_account import account_of, covers
-from fedblur.training.checks import cautions, check_fit
+from fedblur.training.checks import cautions, check_fit, check_task
 from fedblur.training.machine import Machine
 from fedblur.training.own_parts import audited, own_parts
 from fedblur.training.round import Protocol
@@ -128,7 +129,7 @@ def prepare(
         config.clipping.vector_multiplier(plan.noise_multiplier, plan.expected_cohort)  # refuses before a round
     forward = as_function(trained, half)
     if named and not constants(module):  # which differ with the seed
-        forward = _forward(config.model, shape, classes, half, device)
+        forward = _forward(config.model, shape, width_of(config.task, data), half, device)
     start, message = layout.unflatten(initial), Message(config.bounding)
     job = ClientJob(forward, layout, start, config.local, config.method, config.clip_norm, message, config.task)
     work = Work(job, trained, data.test, classes, plan.expected_cohort, config.rounds)
@@ -173,15 +174,67 @@ def data_and_model(
     A `module` of the caller's is copied.
     """
     data, device = federation or load(config, machine), machine.torch_device()
-    shape, classes = data.train.shape, data.train.classes
+    shape = data.train.shape
     check_fit(config, data, module is None)
-    named = functools.partial(make_model, config.model, shape, classes, rng.child("init").seed())
+    width = width_of(config.task, data)
+    named = functools.partial(make_model, config.model, shape, width, rng.child("init").seed())
     module = named() if module is None else copied(module)  # the caller's own stays: a second run starts there too
     if trainable:
         choose_trainable(module, trainable)
-    check_model(module, shape, classes)
+    data = as_read_by(module, data)
+    check_task(config, data, check_reading(module, config.task, data))
     layout, initial = Layout.of(module), initial_vector(module).to(device)
     return data, for_training(module.to(device)), layout, initial
+
+
+def width_of(task: Task, data: Federation) -> int:
+    """Return the number of outputs of a built-in model."""
+    return task.width(tuple(data.test.y.shape[1:]), data.train.classes)
+
+
+def check_reading(module: nn.Module, task: Task, data: Federation) -> Tensor:
+    """Refuse a model that cannot be trained privately, or does not fit samples and targets; return what it outputs."""
+    classes, zeros = data.train.classes, _zeros(data)
+    outputs = check_model(module, data.train.shape, classes, zeros, task.shapes(tuple(data.test.y.shape[1:]), classes))
+    for name, largest in _largest_tokens(data).items():
+        tried = {**zeros, name: zeros[name] + largest} if isinstance(zeros, dict) else zeros + largest
+        if not runs(module, tried):
+            raise DataError(f"samples hold token {largest}{f' in {name}' if name else ''}, which the model cannot read")
+    return outputs
+
+
+def _zeros(data: Federation) -> Inputs:
+    return as_input(each_input(data.test.x, lambda x: x.new_zeros(2, *x.shape[1:])))
+
+
+def _largest_tokens(data: Federation) -> dict[str, int]:
+    """Return the largest token of each input of whole numbers. A model that cannot read it is refused at the start."""
+    found: dict[str, int] = {}
+    for samples in (data.test, data.train):
+        if isinstance(samples, Samples | Packed):
+            inputs = samples.x if isinstance(samples.x, dict) else {"": samples.x}
+            tokens = {name: x for name, x in inputs.items() if x.dtype in (torch.int64, torch.int32) and x.numel()}
+            negative = next((name for name, x in tokens.items() if int(x.min()) < 0), None)
+            if negative is not None:
+                raise DataError(
+                    f"samples hold whole numbers below 0{f' in {negative}' if negative else ''}: give floats"
+                )
+            found |= {name: max(found.get(name, 0), int(x.max())) for name, x in tokens.items()}
+    return found
+
+
+def as_read_by(module: nn.Module, data: Federation) -> Federation:
+    """Return the data with whole numbers as floats where the model reads numbers; tokens stay for one that does not."""
+    if isinstance(data.test.x, dict) or data.test.x.dtype not in (torch.int64, torch.int32):
+        return data
+    if not runs(module, torch.zeros(2, *data.train.shape)):
+        return data
+    floats = replace(data, test=replace(data.test, x=data.test.x.float()))
+    if isinstance(data.train, Packed):
+        floats = replace(floats, train=replace(data.train, x=each_input(data.train.x, Tensor.float)))
+    if data.validation is not None:
+        floats = replace(floats, validation=replace(data.validation, x=each_input(data.validation.x, Tensor.float)))
+    return floats
 
 
 def ledger_of(

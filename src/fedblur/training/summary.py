@@ -109,7 +109,7 @@ def evaluated_on(config: Config) -> str:
 
 def untuned(config: Config) -> str:
     """Say that nothing is known about how the settings were chosen."""
-    headline = metrics_of(config.task, config.metrics)[0].part_name
+    headline = metrics_of(config.task, config.metrics)[0].key
     return f"Settings chosen before this run are not accounted; {headline} was measured on {evaluated_on(config)} data"
 
 

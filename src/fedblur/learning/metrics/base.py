@@ -23,7 +23,7 @@ from fedblur.core.registry import declare_base, register
 
 
 class Metric:
-    """A figure about predictions. A part of kind "metric" is a frozen dataclass; `part_name` is its key in results."""
+    """A figure about predictions. A part of kind "metric" is a frozen dataclass."""
 
     part_name: ClassVar[str]
     larger_is_better: ClassVar[bool] = True
@@ -32,8 +32,13 @@ class Metric:
     percent: ClassVar[bool] = False  # whether people read it as a share of 100 %
     keeps_rows: ClassVar[bool] = False  # whether `count` gives rows that are kept, instead of sums that are added
 
+    @property
+    def key(self) -> str:
+        """The name of the figure in results: the part's, with what else tells it from others ("ndcg@10")."""
+        return self.part_name
+
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Refuse outputs and targets that the metric is not about with a ConfigError, by the metric's name."""
+        """Refuse what the metric is not about with a ConfigError: outputs of a few samples, all held-out targets."""
 
     def count(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return what a chunk adds, float64: [k] sums, or [samples, k] rows where `keeps_rows`."""
@@ -67,8 +72,7 @@ class Mean(Metric):
 
     def count(self, outputs: Tensor, targets: Tensor) -> Tensor:
         values = self.each(outputs, targets).double()
-        worst = torch.full_like(values, self.worst)
-        values = torch.where(unreadable(outputs, values), worst, values)
+        values = torch.where(unreadable(outputs) | values.isnan(), self.worst, values)
         return torch.stack([values.sum(), values.new_tensor(len(values))])
 
     def value(self, counted: Tensor) -> float:
@@ -76,9 +80,24 @@ class Mean(Metric):
         return total / count if count else math.nan
 
 
-def unreadable(outputs: Tensor, rows: Tensor) -> Tensor:
-    """Return which samples have a NaN among their outputs or are NaN in `rows`, [samples]."""
-    return outputs.reshape(len(outputs), -1).isnan().any(1) | rows.isnan()
+def has_classes(outputs: Tensor, targets: Tensor) -> bool:
+    """Return whether each target is one class, token or item, and outputs have a logit for each of them."""
+    return (
+        not targets.is_floating_point()
+        and outputs.dim() == targets.dim() + 1
+        and outputs.shape[1:-1] == targets.shape[1:]
+        and outputs.shape[-1] > 1
+    )
+
+
+def says_yes_or_no(targets: Tensor) -> bool:
+    """Return whether all targets are 0 or 1."""
+    return bool(((targets == 0) | (targets == 1)).all())
+
+
+def unreadable(outputs: Tensor) -> Tensor:
+    """Return which samples have a NaN among their outputs, [samples]."""
+    return outputs.reshape(len(outputs), -1).isnan().any(1)
 
 
 def metric(

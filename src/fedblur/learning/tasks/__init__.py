@@ -2,5 +2,6 @@
 
 from fedblur.learning.tasks.base import Task
 from fedblur.learning.tasks.classification import Classification
+from fedblur.learning.tasks.own import Loss, Own, OwnLoss
 
-__all__ = ["Classification", "Task"]
+__all__ = ["Classification", "Loss", "Own", "OwnLoss", "Task"]

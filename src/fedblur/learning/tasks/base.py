@@ -84,3 +84,8 @@ declare_base("task", Task)
 def like_targets(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return outputs in the shape of targets: models may say [samples, 1] for one number each."""
     return outputs.reshape(targets.shape)
+
+
+def over_samples(each: Tensor) -> Tensor:
+    """Return the mean over all numbers of a sample, [samples]."""
+    return each.flatten(1).mean(1) if each.dim() > 1 else each

@@ -40,11 +40,7 @@ class Classification(Task):
             )
 
     def slope(self, outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        """Return weight·(softmax − one-hot), [samples, classes]; 0 at padding."""
-        powers = (outputs - outputs.amax(-1, keepdim=True)).exp()  # torch's softmax takes twice as long on short rows
-        weights = weights[:, None]
-        shares = powers * (weights / powers.sum(-1, keepdim=True))
-        return shares.scatter_add(-1, targets[:, None], -weights)
+        return softmax_slope(outputs, targets, weights)
 
     def total_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets, reduction="sum").double()
@@ -52,3 +48,11 @@ class Classification(Task):
     def merge(self, views: Tensor) -> Tensor:
         """Return log-probabilities up to a constant: a prediction is the mean of the views' probabilities."""
         return torch.logsumexp(F.log_softmax(views, -1), 0)
+
+
+def softmax_slope(outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """Return weight·(softmax − one-hot), [rows, classes]: the slope of cross-entropy; 0 at padding."""
+    powers = (outputs - outputs.amax(-1, keepdim=True)).exp()  # torch's softmax takes twice as long on short rows
+    weights = weights[:, None]
+    shares = powers * (weights / powers.sum(-1, keepdim=True))
+    return shares.scatter_add(-1, targets[:, None], -weights)
