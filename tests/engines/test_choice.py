@@ -113,8 +113,8 @@ def test_choice__other_ranks_take_rank_0s_and_time_nothing(timed: Path, monkeypa
             assert message is None
             return Choice("vectorised", "as rank 0 found")
 
-        def _demand_alike(self, clients: int, parameters: int) -> None:
-            assert (clients, parameters) == (3, wanted.work.job.layout.total)
+        def _demand_alike(self, clients: int, parameters: int, constants: str) -> None:
+            assert (clients, parameters, constants) == (3, wanted.work.job.layout.total, "")
 
     asked = stub(monkeypatch, 9.0, 1.0)
     clients = packed([5, 6, 7])

@@ -97,7 +97,9 @@ def _trace(
         outcome.append(shape)
         return results
 
-    module = make_fx(flat, tracing_mode="fake")(*[leaf.detach() for leaf in leaves])  # no two of them the same object
+    # a model's frozen parameters and buffers are real tensors inside the function: they become the graph's constants
+    trace = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)
+    module = trace(*[leaf.detach() for leaf in leaves])  # no two of them the same object
     if not simplify(module):
         return _as_function(module, outcome[-1])
     copy = Graph()
@@ -194,5 +196,7 @@ def _same_view(node: Node) -> Node | None:
 
 
 def _layout(node: Node) -> Any:
-    value = node.meta["val"]
+    value = node.meta.get("val")
+    if value is None:  # a constant
+        return node
     return value.shape, value.stride(), value.storage_offset(), value.dtype

@@ -37,7 +37,7 @@ def add_in_products(graph: Graph) -> None:
         if product is None or node.args[0] is node.args[1]:
             continue
         other = node.args[0] if node.args[1] is product else node.args[1]
-        if not isinstance(other, Node) or _value(other).dtype != _value(node).dtype:
+        if not isinstance(other, Node) or "val" not in other.meta or _value(other).dtype != _value(node).dtype:
             continue
         if not _value(node).is_contiguous():  # a product that adds would give the sum another layout
             continue

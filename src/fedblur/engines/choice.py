@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedblur.core.accel_switch import accelerated
-from fedblur.data.population import Population
+from fedblur.data.population import Population, Samples, as_input, each_input, made_up
 from fedblur.engines.local import EngineName, How, LocalEngine
+from fedblur.learning.client import ClientJob
+from fedblur.learning.randomness import SeededRandomness
 
 if TYPE_CHECKING:
     from fedblur.engines.workers import WorkerEngine
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 Kind = Literal["vectorised", "sequential"]
 KINDS: tuple[Kind, Kind] = ("vectorised", "sequential")
 _CPU_BYTES = 512 * 2**20  # weights, gradients and temporaries of a block on a CPU
+_LEAST_BYTES = 64 * 2**20  # of a block whose model is mostly frozen: it takes no more memory than the frozen part
 _CPU_BLOCK = 256  # clients: more of them share little more overhead, and fall out of the caches
 _TRACED = 1000  # steps of a run on a CPU from which tracing one, which takes about 0.2 s, pays for itself
 # A block's size is a multiple of this. On a CPU torch computes a tensor 32 numbers at a time and the rest one by one,
@@ -55,10 +58,12 @@ def choose_engine(
     steps: int = 0,
     cohort: float = 0.0,
     spread: float = 0.0,
+    activations: int = 0,
 ) -> LocalEngine | WorkerEngine:
     """Return the engine of this name, or by the rule.
 
     `steps`: of the whole run. `cohort` and `spread`: mean and deviation of a cohort's size, 0 for the whole population.
+    `activations`: bytes that one client's step keeps besides its weights, where those do not tell (`activation_bytes`).
     """
     cohort, spread = (cohort, spread) if cohort else (float(population.clients), 0.0)
     everyone = max(1, population.clients)
@@ -67,12 +72,13 @@ def choose_engine(
     if device.type == "cuda":
         compiled = vectorise and steps >= _COMPILED and accelerated()
         free, _ = torch.cuda.mem_get_info(device)
-        largest = max(
-            1, min(2048, int(0.7 * free) // (dimension * 4 * 12))
-        )  # 12 copies of weights: a guess; else halved
+        # 12 copies of weights: a guess; else halved
+        largest = max(1, min(2048, int(0.7 * free) // (dimension * 4 * 12 + activations)))
         block = even_blocks(largest, min(cohort, everyone), spread, _GPU_GRAIN)
         return LocalEngine(population.to(device), device, vectorise, block, "compiled" if compiled else "plain")
-    copies = max(1, _CPU_BYTES // (dimension * 4 * 8))  # 8: Δ, θ, gradients, ...
+    frozen = sum(tensor.nbytes for tensor in module.parameters() if not tensor.requires_grad)
+    room = min(_CPU_BYTES, max(_LEAST_BYTES, frozen)) if activations else _CPU_BYTES
+    copies = max(1, room // (dimension * 4 * 8 + activations))  # 8: Δ, θ, gradients, ...
     if not accelerated():
         return LocalEngine(population, device, vectorise, min(_CPU_BLOCK if vectorise else 16, copies))
     from fedblur.accel.cpu import keep_freed_memory
@@ -84,6 +90,33 @@ def choose_engine(
     how: How = "traced" if steps >= _TRACED else "plain"
     block = even_blocks(min(_CPU_BLOCK, copies), min(cohort, everyone), spread, _CPU_GRAIN)
     return LocalEngine(population.to(device), device, vectorise, block, how)
+
+
+def activation_bytes(job: ClientJob, module: nn.Module, like: Samples, classes: int) -> int:
+    """Measure what one client's step keeps for its gradient, where a frozen part makes that more than the weights.
+
+    0 for a model without frozen parameters, whose blocks are sized by its weights. It follows from public shapes alone.
+    """
+    if all(tensor.requires_grad for tensor in module.parameters()):
+        return 0
+    device = next(iter(job.start.values())).device
+    few = min(4, job.local.batch_size)
+    inputs = made_up(like, few, classes, torch.Generator().manual_seed(0)).x
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+    kept: dict[int, int] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in job.start.items()}
+    counting = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
+    with counting, SeededRandomness(torch.tensor(0, device=device)):
+        output = job.forward(leaves, as_input(each_input(inputs, lambda x: x.to(device))))
+    del output  # until here all was kept
+    return 2 * sum(kept.values()) * job.local.batch_size // few  # as much again while gradients are computed
 
 
 def even_blocks(largest: int, cohort: float, spread: float, grain: int) -> int:

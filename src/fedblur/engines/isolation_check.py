@@ -9,6 +9,8 @@ row alone. No library promises this for all shapes and machines. Tests show it f
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from fedblur.core.rng import Seeded
 from fedblur.data.population import Samples, Shard, each_input, made_up, tensors_of
 from fedblur.engines.local import LocalEngine
 from fedblur.learning.batches import plan_work
-from fedblur.learning.client import ClientJob
+from fedblur.learning.client import ClientJob, train_block
 
 _STEPS = 2  # local steps of the check
 _LOUD = 1e4  # inputs of neighbours that an adversary might choose
@@ -34,6 +36,22 @@ def clients_interfere(engine: LocalEngine, job: ClientJob, like: Samples, classe
         except torch.OutOfMemoryError as error:
             engine.make_room(cramped, error)
             cramped = True
+
+
+def cannot_map(job: ClientJob, like: Samples, classes: int, device: torch.device) -> str:
+    """Return why `vmap` refuses a job's model, "" if it does not: one step of two made-up clients shows it."""
+    local = replace(job.local, steps=1, batch_size=min(2, job.local.batch_size))
+    own, two = made_up(like, 4, classes, torch.Generator().manual_seed(0)), torch.arange(2)
+    x, y = each_input(own.x, lambda x: x.to(device)), own.y.to(device)
+    shard = Shard(x, y, 2 * two, torch.full((2,), 2))
+    work = plan_work(shard, two, local.steps, local.batch_size, Seeded.root(0), device)
+    try:
+        train_block(replace(job, local=local), shard, work, vectorise=True)
+    except torch.OutOfMemoryError:
+        return ""  # whoever makes the engine deals with that
+    except Exception as error:  # whatever a foreign model raises
+        return (str(error).splitlines() or [type(error).__name__])[0][:120]
+    return ""
 
 
 def _differ(engine: LocalEngine, job: ClientJob, like: Samples, classes: int) -> bool:

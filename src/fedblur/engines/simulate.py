@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from fedblur.core.errors import PrivacyError
-from fedblur.engines.choice import Choice, choose_engine
+from fedblur.core.errors import ModelError, PrivacyError
+from fedblur.engines.choice import Choice, activation_bytes, choose_engine
 from fedblur.engines.cohort_sum import Simulated, Source, Wanted
-from fedblur.engines.isolation_check import clients_interfere
+from fedblur.engines.isolation_check import cannot_map, clients_interfere
 from fedblur.engines.local import LocalEngine
 from fedblur.engines.timing import timed_choice
 
@@ -22,8 +22,13 @@ def simulate(wanted: Wanted) -> Source:
 
 
 def choose(wanted: Wanted) -> Choice:
-    """Return the engine that was asked for, or the one that suits."""
-    return timed_choice(wanted.work, wanted.device) if wanted.engine == "auto" else Choice(wanted.engine)
+    """Return the engine that was asked for, or the one that suits; one by one where `vmap` refuses the model."""
+    work = wanted.work
+    choice = timed_choice(work, wanted.device) if wanted.engine == "auto" else Choice(wanted.engine)
+    why = cannot_map(work.job, work.like, work.classes, wanted.device) if choice.kind == "vectorised" else ""
+    if why and wanted.engine != "auto":
+        raise ModelError(f"engine={wanted.engine!r} cannot run this model ({why}); use --engine sequential")
+    return Choice("sequential", f"vectorised cannot run this model: {why}") if why else choice
 
 
 def simulate_part(wanted: Wanted, choice: Choice, world: int = 1) -> Source:
@@ -46,9 +51,10 @@ def _made(wanted: Wanted, choice: Choice, world: int) -> LocalEngine | WorkerEng
     work, plan = wanted.work, wanted.plan
     cohort, spread = plan.expected_cohort / world, plan.sampler.cohort_spread / math.sqrt(world)
     steps = work.rounds * work.job.local.steps
+    activations = activation_bytes(work.job, work.module, work.like, work.classes)
     return choose_engine(
         wanted.data.train, work.module, work.job.layout.total, wanted.device, choice.kind,
-        steps=steps, cohort=cohort, spread=spread,
+        steps=steps, cohort=cohort, spread=spread, activations=activations,
     )  # fmt: skip
 
 
