@@ -5,12 +5,16 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.utils import parameters_to_vector
 
 import fedblur
 from fedblur.engines.distributed import rank
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # torchrun starts this file by its path
+from tests import task_worlds
 
 SHARED = {"rounds": 4, "epsilon": 8.0, "sample_rate": 0.15, "eval_every": 2}
 CASES = {
@@ -23,6 +27,7 @@ CASES = {
     "few": {**SHARED, "seed": 3, "sample_rate": 0.003},  # cohorts of none, one, two
     "whole": {"seed": 5, "rounds": 80, "method": "blur+lus", "checkpoint_every": 4},  # FLAGS of `test_distributed.py`
     "unseeded": {**SHARED, "method": "blur+lus"},
+    **{name: {**task_worlds.SHARED, **task_worlds.task_world(name).settings} for name in task_worlds.TASK_WORLDS},
 }  # fmt: skip
 
 
@@ -31,12 +36,17 @@ def case(name: str) -> fedblur.Config:
     return fedblur.core.config.from_dict(CASES[name])
 
 
+def given(name: str) -> dict[str, Any]:
+    """What a case brings from Python."""
+    return task_worlds.task_world(name).given() if name in task_worlds.TASK_WORLDS else {}
+
+
 def main(folder: Path) -> None:
     """Run all cases on this rank; each writes its model where the test finds it."""
     for name in CASES:
-        run = fedblur.train(case(name), out=folder / name)
+        run = fedblur.train(case(name), out=folder / name, **given(name))
         torch.save(parameters_to_vector(run.module.parameters()).detach(), folder / f"{name}.{rank()}.pt")
-        (folder / f"{name}.{rank()}.json").write_text(json.dumps([run.accuracy, run.epsilon, len(run.rounds)]))
+        (folder / f"{name}.{rank()}.json").write_text(json.dumps([run.metrics, run.epsilon, len(run.rounds)]))
     lost_end(folder / "whole", folder / "resumed")
     fedblur.resume(folder / "resumed")
 

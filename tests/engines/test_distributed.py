@@ -23,7 +23,7 @@ from fedblur.privacy.ledger import Ledger, Payment, read_spends
 from fedblur.privacy.ledger_file import open_ledger
 from fedblur.privacy.mechanisms.base import Release
 from fedblur.privacy.mechanisms.gaussian import Gaussian
-from tests.engines.ranks import CASES, case
+from tests.engines.ranks import CASES, case, given
 from tests.worlds import CPU, job_for
 
 TORCHRUN = [sys.executable, str(Path(__file__).with_name("torchrun.py"))]
@@ -109,7 +109,8 @@ def test_two_processes__agree_on_the_model_and_write_one_ledger(both: Path, name
 @pytest.mark.parametrize("name", [name for name, table in CASES.items() if "seed" in table])
 def test_two_processes__give_the_round_of_one(both: Path, name: str, tmp_path: Path) -> None:
     """The model byte for byte, as sums are whole numbers; figures in rounds.jsonl to float tolerance."""
-    one, model = fedblur.train(case(name), out=tmp_path / "one"), torch.load(both / f"{name}.0.pt")
+    one = fedblur.train(case(name), out=tmp_path / "one", **given(name))
+    model = torch.load(both / f"{name}.0.pt")
     assert torch.equal(model, vector(one))
     assert alike(json_rows(both / name), one.rounds)
     assert name != "few" or {0, 1} <= {row["local_only"]["cohort"] for row in one.rounds}

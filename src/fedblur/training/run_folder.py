@@ -88,10 +88,15 @@ class RunSummary:
     sent_coordinates: int | None = None  # k, of a round's release
     machine: str | None = None
     task: str | None = None  # where it is not classification
-    figures: dict[str, float] | None = None  # every metric, the headline first, where they are not accuracy alone
+    metric: str | None = None  # the headline's name, and every metric's figure, where they are not accuracy alone
+    figures: dict[str, float] | None = None
     figures_last_10_evaluations: dict[str, float] | None = None
 
     def __post_init__(self) -> None:
+        if not self.figures and self.accuracy is None:
+            raise ValueError("a summary has an accuracy or figures")
+        if self.figures and self.metric not in self.figures:
+            raise ValueError(f"metric={self.metric!r} is not among figures")
         for name, value in self.local_only.items():
             numbers = value if isinstance(value, list) else [value]
             if not all(number is None or isinstance(number, int | float) for number in numbers):
@@ -100,7 +105,9 @@ class RunSummary:
     @property
     def metrics(self) -> dict[str, float]:
         """Return every metric, the headline first."""
-        return figures_of({"figures": self.figures, "accuracy": self.accuracy})
+        found = figures_of({"figures": self.figures, "accuracy": self.accuracy})
+        first = {} if self.metric is None else {self.metric: found[self.metric]}  # files are sorted by name
+        return first | found
 
     @property
     def headline(self) -> tuple[str, float]:

@@ -28,7 +28,7 @@ def summarise(setup: Setup, state: ServerState, round_: int, rows: list[Row], me
     """Return the summary of a run that ended at this state, with the model of this round."""
     config, protocol = setup.config, setup.protocol
     clipped = [share for row in rows if (share := row.get("local_only", {}).get("clipped_share")) is not None]
-    done = round_ == config.rounds
+    done, plain = round_ == config.rounds, list(measured.figures) == ["accuracy"]
     return RunSummary(
         status="complete" if done else f"stopped after {round_} of {config.rounds} rounds",
         rounds=round_,
@@ -36,7 +36,8 @@ def summarise(setup: Setup, state: ServerState, round_: int, rows: list[Row], me
         loss=measured.loss,
         accuracy_last_10_evaluations=mean_of_last_10(rows),
         task=None if protocol.task.classes else protocol.task.part_name,
-        figures=None if list(measured.figures) == ["accuracy"] else measured.figures,
+        metric=None if plain else next(iter(measured.figures)),
+        figures=None if plain else measured.figures,
         figures_last_10_evaluations=means_of_last_10(rows) if any("figures" in row for row in rows) else None,
         evaluated_on=evaluated_on(config),
         data=setup.federation.name,
