@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.commandline import forgotten_parts, invoke
+
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 
@@ -26,10 +30,12 @@ def test_own_model__is_forty_lines_and_private_with_its_statement(tmp_path: Path
     assert "not private" not in statement.read_text(encoding="utf-8")
 
 
-def test_own_method__is_used_from_a_file(tmp_path: Path) -> None:
+def test_own_method__is_used_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the command line: tests/core/test_plugins.py."""
+    monkeypatch.chdir(tmp_path)
     words = ["run", str(EXAMPLES / "own_method.toml"), "--set", "method.project.radius=2", "--rounds", "3", "--quiet"]
-    assert "status    complete" in run("-m", "fedblur", *words, cwd=tmp_path)
+    with forgotten_parts():
+        assert "status    complete" in invoke(*words)
     (config,) = (tmp_path / "runs").glob("*/config.json")
     assert '"name": "project"' in config.read_text(encoding="utf-8")
 
@@ -40,15 +46,18 @@ def test_own_method__the_commands_in_its_docstring_are_right() -> None:
     assert "fedblur run examples/own_method.toml" in text
 
 
-def test_quickstart__has_three_rows_and_make_run_ends_with_the_report_s_path(tmp_path: Path) -> None:
+def test_quickstart__has_three_rows_and_make_run_ends_with_the_report_s_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     rule = re.search(r"^run:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert rule is not None
     table, report = (line.split("fedblur ")[1].split() for line in rule[1].splitlines())
     assert table == ["table", "examples/quickstart.toml", "--out", "runs/quickstart"]
     assert report == ["report", "runs/quickstart"]
     short = ["--set", "rounds=2", "--set", "eval_every=1"]
-    run("-m", "fedblur", "table", str(EXAMPLES / "quickstart.toml"), *table[2:], *short, "--quiet", cwd=tmp_path)
-    last = run("-m", "fedblur", *report, cwd=tmp_path).splitlines()[-1]
+    invoke("table", EXAMPLES / "quickstart.toml", *table[2:], *short, "--quiet")
+    last = invoke(*report).splitlines()[-1]
     page = (tmp_path / last.removeprefix("Report: ")).read_text(encoding="utf-8")
     for label in ("DP-FedAvg", "DP-FedAvg + BLUR + LUS", "recipe, untuned"):
         assert label in page

@@ -110,6 +110,7 @@ def test_fetch__missing_data_say_how_to_get_them() -> None:
     assert "matlab.zip" in refused("fetch", "emnist", "--set", "dataset.split=letters")
 
 
+@pytest.mark.long
 @pytest.mark.xdist_group("real data")
 def test_fetch__packs_the_real_mnist_and_says_where(hub: Callable[[str], Path], own_cache: Path) -> None:
     folder = hub("mnist")

@@ -166,6 +166,7 @@ def test_words__say_what_delta_and_epsilon_permit() -> None:
     assert "floating point" not in " ".join(not_protected(in_floats=False))
 
 
+FEW_STEPS = ["--set", "method.ae-dpfl.teacher_steps=5", "--set", "method.ae-dpfl.student_steps=10"]
 DISCRETE = ["--set", "mechanism.name=ddgauss", "--set", "mechanism.mode=exact", "--set", "mechanism.bits=20"]
 
 
@@ -179,7 +180,7 @@ DISCRETE = ["--set", "mechanism.name=ddgauss", "--set", "mechanism.mode=exact", 
          ["taking part", "independent draws"]),
         (["--set", "clipping=adaptive"], ["times the round's S on the sum", "clipped to at most the round's S, which "
          "started at 0.1, has come to"], ["standard deviation σ·S"]),
-        (["--method", "ae-dpfl"], ["1 release of labels by noisy votes", "on every count of votes, ",
+        (["--method", "ae-dpfl", *FEW_STEPS], ["1 release of labels by noisy votes", "on every count of votes, ",
          "Whoever the public pool belongs to"], ["noisy sums", "independent draws", "a round that would"]),
         ([], ["a client's taking part was an even bet", "independent draws", "deviation σ·S on the sum, on all"],
          ["public pool", "validation clients"]),

@@ -48,6 +48,11 @@ def test_methods_page__every_command_runs(row: dict[str, str], tmp_path: Path) -
     if missing:
         pytest.skip(f"{missing[0]} is not registered")
     quick = ["--rounds", "2", "--seed", "1", "--quiet", "--out", str(tmp_path / "run")]
+    for name in {name for _, name in named(command)} & {*parts("voting")}:
+        steps = (
+            ["student_steps", "teacher_steps"] if hasattr(parts("voting")[name], "teacher_steps") else ["student_steps"]
+        )
+        quick += [word for key in steps for word in ("--set", f"method.{name}.{key}=10")]
     result = CliRunner().invoke(app, [*command, *quick])
     assert result.exit_code == 0, result.output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -41,7 +41,7 @@ class Forker:
         return int(self.process.stdout.readline())
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def forker() -> Iterator[Forker]:
     forker = Forker()
     yield forker
@@ -129,6 +129,8 @@ def test_signal__sigterm_and_sighup_save_what_was_paid_for_as_ctrl_c_does(tmp_pa
             "5000",
             "--set",
             "noise_multiplier=1.0",
+            "--set",
+            "accountant=rdp",
             "--set",
             "checkpoint_every=5000",
         )

@@ -73,6 +73,8 @@ FAMILIES = {
     "recurrent": Recurrent,
 }
 SHORT = ("dense", "convolution")  # with SAM; the other families with it are for make test-long
+LARGE = "gn_resnet"  # gn_cnn has its layers: but for the default engine, it is for make test-long
+SOME = [pytest.param(family, marks=pytest.mark.long if family == LARGE else ()) for family in FAMILIES]
 
 
 def with_and_without(engine: Engine, job: ClientJob, population: Packed) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
@@ -89,16 +91,32 @@ def assert_untouched(engine: str, job: ClientJob, population: Packed, block: int
 
 
 @pytest.mark.parametrize(
-    ("family", "methods"),
+    ("engine", "family", "methods"),
     [
-        *(pytest.param(family, METHODS[1], id=f"{family}-blur+lus") for family in FAMILIES),
         *(
-            pytest.param(family, METHODS[3], id=f"{family}-sam+lus", marks=() if family in SHORT else pytest.mark.long)
+            pytest.param(
+                engine,
+                family,
+                METHODS[1],
+                id=f"{engine}-{family}-blur+lus",
+                marks=pytest.mark.long if family == LARGE and engine != "vectorised" else (),
+            )
+            for engine in ENGINES
+            for family in FAMILIES
+        ),
+        *(
+            pytest.param(
+                engine,
+                family,
+                METHODS[3],
+                id=f"{engine}-{family}-sam+lus",
+                marks=() if family in SHORT else pytest.mark.long,
+            )
+            for engine in ENGINES
             for family in FAMILIES
         ),
     ],
 )
-@pytest.mark.parametrize("engine", ENGINES)
 def test_isolation__a_client_of_any_size_changes_no_bit_of_another_ones_message(engine, family, methods) -> None:
     torch.manual_seed(0)
     job = job_for(FAMILIES[family](), methods, 0.1, LocalTraining(steps=4, batch_size=8, learning_rate=0.7))
@@ -126,7 +144,7 @@ def test_isolation__chaotic_neighbours_stay_what_they_are(engine) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_sensitivity__no_neighbour_moves_the_integer_sum_by_more_than_s(engine) -> None:
-    found = count_violations(engine, 20, seed=1)
+    found = count_violations(engine, 14, seed=1)
     assert found.violations == 0, found
     assert found.largest > 0.99  # the bound is reached: the trials could show a violation
 
@@ -171,7 +189,7 @@ def checked(module: nn.Module, how: str = "plain", block: int = 32) -> bool:
     return clients_interfere(LocalEngine(packed([4]), CPU, True, block, how), job, packed([1], SHAPE).samples(), 10)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SOME)
 def test_check__finds_nothing_where_clients_are_isolated(family) -> None:
     assert not checked(FAMILIES[family]())
     assert not checked(FAMILIES[family](), "traced")

@@ -240,7 +240,17 @@ def test_report__of_a_stopped_run_says_so(copy: Path) -> None:
     [
         (("--method", "fedavg"), {"by-epsilon", "g0-signal"}),
         (("--set", "clipping=adaptive"), set()),
-        (("--method", "ae-dpfl", "--set", "method.ae-dpfl.student_steps=20"), {"g0-norms", "g0-clipped", "g0-signal"}),
+        (
+            (
+                "--method",
+                "ae-dpfl",
+                "--set",
+                "method.ae-dpfl.student_steps=20",
+                "--set",
+                "method.ae-dpfl.teacher_steps=5",
+            ),
+            {"g0-norms", "g0-clipped", "g0-signal"},
+        ),
     ],
     ids=["no noise", "adaptive", "voting"],
 )

@@ -23,7 +23,7 @@ from fedblur.training.machine import Machine
 from fedblur.voting import protocol
 from tests.training.test_loop import own_world
 
-QUICK = {"name": "ae-dpfl", "teacher_steps": 30, "student_steps": 40, "queries": 30}
+QUICK = {"name": "ae-dpfl", "teacher_steps": 10, "student_steps": 40, "queries": 30}
 SHORT = fedblur.Config(method=QUICK, epsilon=8.0, seed=0)
 
 
