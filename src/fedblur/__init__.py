@@ -22,6 +22,7 @@ if typing.TYPE_CHECKING:
     from fedblur.learning.metrics.base import Metric, metric
     from fedblur.learning.tasks.base import Task
     from fedblur.privacy.planning import Outlook, Setting, outlook
+    from fedblur.report.load import load
     from fedblur.report.statement import Statement, write_statement
     from fedblur.training.loop import Run, train
     from fedblur.training.machine import Machine
@@ -48,6 +49,7 @@ _HOMES = {
     "Statement": "fedblur.report.statement",
     "Task": "fedblur.learning.tasks.base",
     "federation_from_arrays": "fedblur.data.federation",
+    "load": "fedblur.report.load",
     "load_federation": "fedblur.data.federation",
     "metric": "fedblur.learning.metrics.base",
     "outlook": "fedblur.privacy.planning",
@@ -92,6 +94,7 @@ __all__ = [
     "Statement",
     "Task",
     "federation_from_arrays",
+    "load",
     "load_federation",
     "metric",
     "outlook",

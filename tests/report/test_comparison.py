@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from scipy import stats
 
+from fedblur.learning.metrics.measures import ACCURACY
 from fedblur.report.comparison import Versus, compare
-from fedblur.report.measures import ACCURACY
 from fedblur.report.records import Group, Record
 from tests.worlds import record_of_a_run
 

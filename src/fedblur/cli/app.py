@@ -29,7 +29,11 @@ COMMANDS = {
         "Find the noise for an epsilon, or the epsilon for a noise level, and what to expect. No data are needed.",
     ),
     "table": ("table:table", "Run tables of experiments and print mean ± standard deviation over seeds."),
-    "results": ("results:results", "List the cells of a table with their results, or show one cell."),
+    "results": (
+        "results:results",
+        "List the cells of a table, show one, or export means over seeds (CSV, LaTeX, Markdown).",
+    ),
+    "plot": ("plot:plot", "Draw a figure for a paper: a metric over ε or any axis, one line for each label."),
     "tune": ("tune:tune", "Choose between configurations at a known privacy cost, and release only the winner."),
     "audit": ("audit:audit_", "Attack the privacy of a run: an empirical epsilon to compare with the accountant's."),
     "statement": (

@@ -1,4 +1,4 @@
-"""`fedblur results PATH [CELL]`: what a table's results hold; `--pack` makes one small file of many."""
+"""`fedblur results PATH [CELL]`: what a table's results hold. `--format` exports them, `--pack` makes one file."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fedblur.cli.options import Json
+from fedblur.cli.options import Json, Plugin
 from fedblur.cli.output import print_json
+from fedblur.core.callbacks import figures_of
 from fedblur.core.errors import ConfigError, RunError
-from fedblur.experiments.result_store import Result, pack, read_results
+from fedblur.experiments.result_store import Result, headline, pack, read_results
+from fedblur.learning.metrics.measures import measure_of, ordered
+from fedblur.report.records import find_records
+from fedblur.report.result_table import make_table, written
 from fedblur.report.table import print_whole
-from fedblur.report.text import rounded_up
+from fedblur.report.text import rounded_up, words_of_figure
 
 _SHOWN = 3  # cells that an ambiguous word could mean
 
@@ -34,16 +38,44 @@ def results(
     pack_: Annotated[
         bool, typer.Option("--pack", help="Move the folder's JSON files into TABLE.jsonl.gz, one for each table.")
     ] = False,
+    format_: Annotated[
+        str | None, typer.Option("--format", metavar="FORM", help="Print means over seeds: csv, latex, markdown, json.")
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(metavar="LABEL", help="Add differences to this label, paired by seed.")
+    ] = None,
+    metric: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A metric (default: the headline); repeatable.")
+    ] = None,
+    standalone: Annotated[
+        bool, typer.Option("--standalone", help="Of LaTeX, print a whole document, not a table to be included.")
+    ] = False,
+    plugin: Plugin = None,
     json_: Json = False,
 ) -> None:
-    """List the cells of a table with their results, or show one cell.
+    """List the cells of a table, show one, or export means over seeds (CSV, LaTeX, Markdown).
+
+    With --format there is one row for each setting: mean and standard error over seeds, ε spent, and a mark where runs
+    are not private. --baseline adds differences with their own standard error and a 95 % interval. Nothing that is
+    local only is exported.
 
     PATH can be the folder of `fedblur table --out`, too. With --json a list has every cell's name, key and figures, and
     one cell has everything that was kept: accuracy by round and the whole configuration. `fedblur table` reads
     packed results as it reads the JSON files, and continues where they end.
 
-    Example: `fedblur results runs/quickstart`
+    Example: `fedblur results runs/quickstart --format latex --baseline DP-FedAvg`
     """
+    export = {"--baseline": baseline, "--metric": metric, "--standalone": standalone}
+    if format_ is None and (unused := next((name for name, value in export.items() if value), None)):
+        raise ConfigError(f"{unused} belongs to --format; add --format csv, latex, markdown or json")
+    if format_ is not None:
+        if cell is not None or pack_ or json_:
+            raise ConfigError(
+                "--format exports a whole table: leave CELL, --pack and --json out (there is --format json)"
+            )
+        return typer.echo(
+            written(make_table(find_records([path]), metric or (), baseline), format_, standalone), nl=False
+        )
     folder = path / "results" if (path / "results").is_dir() else path
     if not folder.exists():
         raise RunError(f"{path} does not exist; give a results file, or the folder of a table")
@@ -74,7 +106,7 @@ def _list(found: list[Result], json_: bool) -> None:
         {
             "cell": result["cell"],
             "key": result["settings"],
-            "accuracy": result["accuracy"],
+            headline(result)[0]: headline(result)[1],
             "epsilon": float(result["privacy"]["epsilon"]),
             "rounds": result["rounds"],
             "date": result["date"],
@@ -83,12 +115,18 @@ def _list(found: list[Result], json_: bool) -> None:
     ]
     if json_:
         return print_json({"cells": lines})
+    shown = [(measure_of(name), value) for name, value in map(headline, found)]
+    alike = len({measure for measure, _ in shown}) == 1  # then its name stands above the column
+    shown = [(measure_of(name), value) for name, value in map(headline, found)]
+    alike = len({measure for measure, _ in shown}) == 1  # then its name stands above the column
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("cell", overflow="fold", min_width=20)
-    for name in ("accuracy %", "ε", "rounds", "date", "key"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for line in lines:
-        figures = (f"{100 * line['accuracy']:.2f}", rounded_up(line["epsilon"]), str(line["rounds"]))
+    sign = " %" if shown[0][0].percent else ""
+    for column in (f"{shown[0][0].words}{sign}" if alike else "metric", "ε", "rounds", "date", "key"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for line, (measure, value) in zip(lines, shown, strict=True):
+        text = measure.shown(value).removesuffix(" %") if alike else f"{measure.words} {measure.shown(value)}"
+        figures = (text, rounded_up(line["epsilon"]), str(line["rounds"]))
         table.add_row(escape(line["cell"]), *figures, line["date"], line["key"])
     return print_whole(table, Console())
 
@@ -111,7 +149,10 @@ def _lines(result: Result) -> Iterator[str]:
     privacy = result["privacy"]
     epsilon, warning = rounded_up(float(privacy["epsilon"])), privacy.get("warning")
     yield f"{result['cell']} ({result['settings']})"
-    yield f"{100 * result['accuracy']:.2f} % on {result['evaluated_on']} data after {result['rounds']} rounds"
+    for name, value in ordered(figures_of(result), result["config"]).items():
+        what = "" if name == "accuracy" else f"{measure_of(name).words} "
+        where = f"on {result['evaluated_on']} data after {result['rounds']} rounds"
+        yield f"{what}{words_of_figure(name, value)} {where}"
     yield f"ε = {epsilon} at δ = {privacy['delta']:.3g} ({privacy['accountant']})" + (f"; {warning}" if warning else "")
     yield f"{result['data']}, {result['clients']} clients{'; ' if result['data_note'] else ''}{result['data_note']}"
     took = f"{seconds:.0f} seconds on " if (seconds := result.get("seconds")) is not None else ""

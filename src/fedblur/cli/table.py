@@ -51,6 +51,9 @@ def table(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List cells with their noise, R and time; run nothing.")
     ] = False,
+    metric: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The metric that is shown (default: the first one of the task).")
+    ] = None,
     population: PopulationOption = None,
     plugin: Plugin = None,
     set_: Annotated[
@@ -108,7 +111,7 @@ def table(
     if left:
         why = "out of time, or another command computes them; rerun the command to continue"
         console.print(f"{len(left)} of {len(waiting)} cells are left: {why}")
-    return _show(specs, store, folder / "cells", json_)
+    return _show(specs, store, folder / "cells", metric, json_)
 
 
 def _store(specs: list[Spec], given: Path | None, out: Path) -> Results:
@@ -134,13 +137,13 @@ def _warn(store: Results, specs: list[Spec], tell: Callable[[str], None]) -> Non
         tell(f"{first}{f'; and {len(others)} more like it' if others else ''}; it is not used")
 
 
-def _show(specs: list[Spec], store: Results, cells: Path, as_json: bool) -> None:
+def _show(specs: list[Spec], store: Results, cells: Path, metric: str | None, as_json: bool) -> None:
     tables = []
     output = Console()
     for spec in specs:
-        lines = aggregate(spec, store.found)
+        lines = aggregate(spec, store.found, metric)
         found = [store.found[cell.key] for cell in spec.cells if cell.key in store.found]
-        tables.append({"title": spec.title, "lines": [asdict(line) for line in lines]})
+        tables.append({"title": spec.title, "lines": [line.facts() for line in lines]})
         if as_json or not found:
             continue
         print_whole(render(spec.title, lines), output)

@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fedblur.core.callbacks import Row
+from fedblur.core.callbacks import Row, figures_of
 from fedblur.core.config import Config, canonical, config_hash, differences, from_dict, to_dict
 from fedblur.core.decompression import read_at_most
 from fedblur.core.errors import FedBlurError, RunError
@@ -37,6 +37,7 @@ from fedblur.core.files import (
     with_digest,
     write_atomically,
 )
+from fedblur.learning.metrics.measures import ordered
 
 Result = dict[str, Any]
 PACKED = ".jsonl.gz"
@@ -225,8 +226,8 @@ def make_result(about: Result, config: Config, summary: Result, rows: list[Row])
         "settings": config_hash(config),
         "date": datetime.now(UTC).date().isoformat(),
         **summary,
-        "curve": [[row["round"], round(row["accuracy"], 5)] for row in rows if row["accuracy"] is not None],
-        "measured": [_measured(row) for row in rows if row["accuracy"] is not None],
+        "curve": [[row["round"], round(value, 5)] for row in rows if (value := row.get("accuracy")) is not None],
+        "measured": [_measured(row) for row in rows if figures_of(row)],
         "norms": _norms(rows) if summary["privacy"]["warning"] else [],  # exact: not of people who are protected
         "config": to_dict(config),
     }
@@ -234,8 +235,14 @@ def make_result(about: Result, config: Config, summary: Result, rows: list[Row])
 
 def _measured(row: Row) -> Result:
     """Return what an evaluated round says to everyone: what was measured on held-out data, and the ε spent."""
-    kept = {"round": row["round"], "epsilon": row.get("epsilon"), "loss": row.get("loss")}
+    kept = {"round": row["round"], "epsilon": row.get("epsilon"), "loss": row.get("loss"), **figures_of(row)}
     return {key: round(value, 6) if isinstance(value, float) else value for key, value in kept.items()}
+
+
+def headline(result: Mapping[str, Any]) -> tuple[str, float]:
+    """Return the metric that a result is about, with its figure of the final round."""
+    figures = figures_of(result)
+    return next(iter(ordered(figures, result["config"]).items()))
 
 
 def _norms(rows: list[Row]) -> list[Result]:

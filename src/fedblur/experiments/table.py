@@ -18,13 +18,15 @@ from typing import Any
 
 import torch
 
+from fedblur.core.callbacks import figures_of
 from fedblur.core.config import canonical
-from fedblur.core.errors import RunError, TimeIsUp
+from fedblur.core.errors import ConfigError, RunError, TimeIsUp, nearest
 from fedblur.core.files import make_folder, parse_json, read_bytes, write_atomically
 from fedblur.engines.distributed import demand_one_process
 from fedblur.experiments.cost_model import COMPILING, estimate, program
-from fedblur.experiments.result_store import Result, Results, make_result
+from fedblur.experiments.result_store import Result, Results, headline, make_result
 from fedblur.experiments.table_spec import Cell, Spec, read_spec
+from fedblur.learning.metrics.measures import ACCURACY, Measure, measure_of
 from fedblur.training.loop import Row, Watcher, train
 from fedblur.training.machine import Machine
 from fedblur.training.resume import resume
@@ -191,16 +193,38 @@ class Line:
     label: str
     axes: dict[str, Any]
     seeds: int
-    accuracy: float  # percent, final round
+    measure: Measure  # the metric that is shown
+    mean: float  # of the final round, in the unit in which the metric is shown: of accuracy in percent
     spread: float  # sample standard deviation over seeds; 0 for one seed
     noise_multiplier: float
     epsilon: float
     clipped: float | None
     expected: float | None
 
+    @property
+    def accuracy(self) -> float:
+        """The mean accuracy in percent, of a table about accuracy."""
+        if self.measure != ACCURACY:
+            raise RunError(f"this row is about {self.measure.words}, not accuracy: read line.mean")
+        return self.mean
 
-def aggregate(spec: Spec, results: Mapping[str, Mapping[str, Any]]) -> list[Line]:
-    """Mean ± standard deviation over seeds; labels in the order of the file, values of an axis by size."""
+    def facts(self) -> dict[str, Any]:
+        """Return the row for `--json`: the mean under the metric's name."""
+        table = {name: value for name, value in vars(self).items() if name not in ("measure", "mean")}
+        return {**table, "metric": self.measure.name, self.measure.name: self.mean}
+
+
+def aggregate(spec: Spec, results: Mapping[str, Mapping[str, Any]], metric: str | None = None) -> list[Line]:
+    """Mean ± standard deviation over seeds; labels in the order of the file, values of an axis by size.
+
+    `metric`: what is shown, instead of the headline; a paper's figures are about the headline.
+    """
+    found = [results[cell.key] for cell in spec.cells if cell.key in results]
+    main = headline(found[0])[0] if found else ACCURACY.name
+    measure = measure_of(metric or main)
+    known = sorted({name for result in found for name in figures_of(result)} | {"loss"})
+    if found and measure.name not in known:
+        raise ConfigError(f"metric {metric!r} was not measured in this table: {nearest(measure.name, known)}")
     labels = list(dict.fromkeys(cell.label for cell in spec.cells))  # a label may be spread over rows of the file
     numbers = all(isinstance(v, int | float) for cell in spec.cells for v in cell.shown.values())
     groups: dict[str, list[Cell]] = {}
@@ -212,20 +236,26 @@ def aggregate(spec: Spec, results: Mapping[str, Mapping[str, Any]]) -> list[Line
     lines = []
     for group, cells in groups.items():
         members = [results[cell.key] for cell in cells]
-        scores = [100 * member["accuracy"] for member in members]
-        shares = [share for member in members if (share := member["local_only"].get("clipped_share")) is not None]
+        values = [{"loss": member.get("loss"), **figures_of(member)}.get(measure.name) for member in members]
+        scores = [measure.scaled(float(value)) for value in values if value is not None]
+        if not scores:
+            continue
+        shares = [
+            share for member in members if (share := member.get("local_only", {}).get("clipped_share")) is not None
+        ]
         lines.append(
             Line(
                 group=group,
                 label=cells[0].label,
                 axes=cells[0].shown,
-                seeds=len(members),
-                accuracy=statistics.mean(scores),
+                seeds=len(scores),
+                measure=measure,
+                mean=statistics.mean(scores),
                 spread=statistics.stdev(scores) if len(scores) > 1 else 0.0,
                 noise_multiplier=members[0]["privacy"]["noise_multiplier"],
                 epsilon=max(float(member["privacy"]["epsilon"]) for member in members),
                 clipped=statistics.mean(shares) if shares else None,
-                expected=spec.expected.get(group),
+                expected=spec.expected.get(group) if measure.name == main else None,
             )
         )
     return lines

@@ -8,7 +8,7 @@ results = "results"        # where results are kept, from this file's folder; ta
 [[rows]]                   # what is compared: a label and what differs from the base; "server.momentum" = 0.5 changes
                            # one setting of a part. A label may come again with other `axes` of its own; `priority` says
                            # what is run first (1 before 2, 5 if not said)
-[expected]                 # a paper's figures, "LABEL | axis=value" = accuracy in percent, printed beside ours
+[expected]                 # a paper's figures, "LABEL | axis=value" = our metric there (accuracy: %), printed beside it
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def read_spec(path: Path, overrides: Iterable[str] = ()) -> Spec:
         (key for key, value in expected.items() if isinstance(value, bool) or not isinstance(value, int | float)), None
     )
     if wrong is not None:
-        raise ConfigError(f"{path}: expected {wrong!r} = {expected[wrong]!r} must be a number, in percent")
+        raise ConfigError(f"{path}: expected {wrong!r} = {expected[wrong]!r} must be a number (accuracy: in percent)")
     stray = next((key for key in expected if key not in {cell.group for cell in cells.values()}), None)
     if stray is not None:
         raise ConfigError(

@@ -103,7 +103,7 @@ def _said(run: Run) -> Run:
 
 def _say(row: Row) -> None:
     """Write one line a round to Flower's log, which `flwr run --stream` shows to the operator."""
-    headline = next(iter(figures_of(row).items()), None)
-    measured = "" if headline is None else f", {headline[0]} {headline[1]:.4f}, epsilon {row['epsilon']:.3f}"
+    figures = "".join(f", {name} {value:.4f}" for name, value in figures_of(row).items())
+    measured = f"{figures}, epsilon {row['epsilon']:.3f}" if figures else ""
     fate = "aborted and paid for" if "aborted" in row["local_only"] else "done"
     log(INFO, "round %d %s in %.1f s%s", row["round"], fate, row["seconds"], measured)

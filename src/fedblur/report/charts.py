@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 import statistics
@@ -11,14 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from fedblur.core.callbacks import Row
+from fedblur.learning.metrics.measures import ACCURACY, Measure, measure_of
 from fedblur.report.comparison import Line, over_axis, symbol
-from fedblur.report.measures import ACCURACY, Measure
 from fedblur.report.records import Group, Record, numeric_axes
 from fedblur.report.svg import Axis, Series, axis_of, bar_chart, hundredths, interval_chart, line_chart, short
 
 STYLES = 8  # lines that can be told apart; more groups are in the table only
 DRAWN, LISTED = 120, 40  # points of a line, rows of a table: enough to see and to read
 MOST_AXES, MOST_MARKS = 2, 8  # of a table, with a chart each; values of one that are its ticks
+BINS = 10  # of a histogram
 LONGEST = 42  # letters of a name in a chart
 T = TypeVar("T")
 Point = tuple[float, float, float, float]  # x, mean, lowest, highest over seeds
@@ -41,7 +43,7 @@ class Figure:
 def group_figures(groups: Sequence[Group], lines: Sequence[Line]) -> list[Figure]:
     """Compare groups by their metric: over a table's axis, by round, by ε spent and at the end."""
     shown, measure = list(groups[:STYLES]), lines[0].measure if lines else ACCURACY
-    title = f"{measure.words[0].upper()}{measure.words[1:]}"
+    title = measure.capital
     figures = [
         *(
             _unless_damaged(functools.partial(_over_axis, lines, axis, title))
@@ -138,7 +140,7 @@ def _curves(
     if not lines:
         return None
     several = any(len(group.records) > 1 for group in groups)
-    words = [f"{measure.words[0].upper()}{measure.words[1:]} on held-out data, measured during training."]
+    words = [f"{measure.capital} on held-out data, measured during training."]
     if several:
         words = ["Lines are means over seeds; shading spans the lowest to the highest seed."]
     if label == "round" and any("stage" in row for group in groups for row in group.records[0].rows):
@@ -358,7 +360,7 @@ def _clients(record: Record, key: str) -> Figure | None:
     """Draw a histogram of training clients by accuracy on their own data."""
     found = record.local_only("client_accuracy")
     if not found:
-        return None
+        return _client_figures(record, key)
     shares = sorted(found[-1][1])
     bins = [sum(1 for share in shares if min(9, int(10 * share)) == index) for index in range(10)]
     names = [f"{10 * index}–{10 * (index + 1)}" for index in range(10)]
@@ -377,6 +379,38 @@ def _clients(record: Record, key: str) -> Figure | None:
         ),
         ("accuracy (%)", "clients"),
         [[name, str(count)] for name, count in zip(names, bins)],
+        local_only=True,
+    )
+
+
+def _client_figures(record: Record, key: str) -> Figure | None:
+    """Draw a histogram of training clients by another metric than accuracy on their own data."""
+    found, names = record.local_only("client_figures"), record.local_only("client_metric")
+    values = sorted(value for value in found[-1][1] if value is not None) if found else []
+    if not values or not names:
+        return None
+    measure = measure_of(names[-1][1])
+    axis = axis_of(measure.title, [measure.scaled(value) for value in values])
+    width = (axis.high - axis.low) / BINS or 1.0
+    places = [min(BINS - 1, int((measure.scaled(value) - axis.low) / width)) for value in values]
+    bins = [places.count(index) for index in range(BINS)]
+    edges = [f"{axis.low + index * width:.4g}" for index in range(BINS + 1)]
+    spans = [f"{low} to {high}" for low, high in itertools.pairwise(edges)]
+    worst = values[: max(1, len(values) // 10)] if measure.larger_is_better else values[-max(1, len(values) // 10) :]
+    return Figure(
+        key,
+        f"{measure.capital} by client",
+        f"Training clients on their own samples. The worst tenth: {measure.shown(statistics.mean(worst))} on average.",
+        bar_chart(
+            key,
+            bins,
+            edges,
+            f"{measure.title} on own samples",
+            axis_of("number of clients", [0, *bins], zero=True),
+            [f"{span}: {count} clients" for span, count in zip(spans, bins, strict=True)],
+        ),
+        (measure.title, "clients"),
+        [[span, str(count)] for span, count in zip(spans, bins, strict=True)],
         local_only=True,
     )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from scipy import stats
 
 from fedblur.core.errors import ConfigError, nearest
-from fedblur.report.measures import Measure
+from fedblur.learning.metrics.measures import Measure
 from fedblur.report.records import Group, as_number, headline
 
 LEVEL = 0.05

@@ -15,18 +15,20 @@ from typing import Any
 
 from markupsafe import Markup
 
+from fedblur.core.callbacks import figures_of
 from fedblur.core.errors import FedBlurError
 from fedblur.experiments.table import PlannedCell
+from fedblur.learning.metrics.measures import ACCURACY, Measure
 from fedblur.privacy.claim import SEEDED, UNCLAIMED
 from fedblur.report.charts import Figure, group_figures, percent, run_figures
 from fedblur.report.comparison import Line, compare
-from fedblur.report.measures import ACCURACY, Measure
 from fedblur.report.page import Page, asset, environment
 from fedblur.report.records import Group, Record, flatten, grouped
 from fedblur.report.statement import page_of, read_statement, words_of_total
 from fedblur.report.text import rounded_up
 from fedblur.training.verify_ledger import read_books
 
+MOST_METRICS = 4  # of a run, as tiles
 MOST_DETAILS = 12  # groups with figures of their own; more would make the page large
 MOST_COMPOSED = 60  # runs whose common cost is computed
 _NAMED = 2  # runs that go on, by name
@@ -163,11 +165,13 @@ def _tiles(record: Record, public: bool) -> list[tuple[str, str, str]]:
     summary, measured = record.summary, record.evaluations()
     last = measured[-1] if measured else None
     so_far = f"by round {last['round']:,}" if last else "no round yet"
-    accuracy = summary.accuracy if summary else last and last["accuracy"]
+    figures = summary.metrics if summary else figures_of(last) if last else {}
+    shown = [measure for measure in record.measures if measure.name in figures][:MOST_METRICS] or [ACCURACY]
+    where = f"{summary.evaluated_on} data" if summary else so_far
     epsilon = summary.privacy.epsilon if summary else last and last.get("epsilon")
     delta = f"δ = {summary.privacy.delta:.3g}, {summary.privacy.accountant.upper()}" if summary else so_far
     tiles = [
-        ("Accuracy", percent(accuracy), f"{summary.evaluated_on} data" if summary else so_far),
+        *((m.capital, m.shown(figures.get(m.name), 1 if m.percent else None), where) for m in shown),
         ("ε spent", "–" if epsilon is None else rounded_up(float(epsilon)), delta),
         ("Rounds", f"{record.rounds_done:,}", f"of {record.rounds_planned:,}"),
     ]

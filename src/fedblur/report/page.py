@@ -41,7 +41,6 @@ def environment(**options: Any) -> jinja2.Environment:
     made.filters |= {
         "figure": lambda value, measure: f"{value:.{measure.digits}f}",
         "signed": lambda value, measure: f"{value:+.{measure.digits}f}",
-        "capital": lambda words: words[:1].upper() + words[1:],
     }
     return made
 

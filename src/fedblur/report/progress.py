@@ -1,4 +1,4 @@
-"""The progress display of a run: round, accuracy, epsilon spent, share of clipped clients, time left."""
+"""The progress display of a run: round, its metric, epsilon spent, share of clipped clients, time left."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Column
 
 from fedblur.core.callbacks import Row, figures_of
+from fedblur.learning.metrics.measures import measure_of
 
 
 class RunProgress:
@@ -27,12 +28,12 @@ class RunProgress:
         self.quiet = quiet
         self.label = label
         self.epsilon = self.clipped = math.nan
-        self.headline = "acc –"
+        self.figure = "acc –"
         self.progress = Progress(
             TextColumn("{task.description}", markup=False),
             MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=7)),
             BarColumn(bar_width=None, table_column=Column(ratio=1, max_width=24)),
-            TextColumn("{task.fields[headline]} ε {task.fields[epsilon]} clipped {task.fields[clipped]}"),
+            TextColumn("{task.fields[figure]} ε {task.fields[epsilon]} clipped {task.fields[clipped]}"),
             TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True, min_width=5)),
             console=console or Console(stderr=True),
             disable=quiet,
@@ -53,13 +54,15 @@ class RunProgress:
     def __call__(self, row: Row) -> None:
         if figures := figures_of(row):
             name, value = next(iter(figures.items()))
-            self.headline = f"acc {100 * value:.1f} %" if name == "accuracy" else f"{name} {value:.4g}"
+            measure = measure_of(name)
+            words = "acc" if name == "accuracy" else measure.words
+            self.figure = f"{words} {measure.shown(value, 1 if measure.percent else None)}"
         if (epsilon := row.get("epsilon")) is not None:
             self.epsilon = epsilon
         if (share := row["local_only"].get("clipped_share")) is not None:
             self.clipped = share
         fields: dict[str, Any] = {
-            "headline": self.headline,
+            "figure": self.figure,
             "epsilon": "–" if math.isnan(self.epsilon) else f"{self.epsilon:.2f}",
             "clipped": "–" if math.isnan(self.clipped) else f"{100 * self.clipped:.0f} %",
         }

@@ -12,15 +12,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fedblur.core.callbacks import Row
+from fedblur.core.callbacks import Row, figures_of
 from fedblur.core.config import canonical, demand_form
 from fedblur.core.errors import ConfigError, RunError, nearest
 from fedblur.experiments.result_store import PACKED, Results, read_results, with_local_only
 from fedblur.experiments.table import PlannedCell, read_plans
+from fedblur.learning.metrics.measures import ACCURACY, LOSS, Measure, measure_of, ordered
 from fedblur.privacy.claim import from_json
-from fedblur.report.measures import ACCURACY, LOSS, Measure
 from fedblur.training.run_folder import RunFolder, RunSummary
 
+_NO_METRICS = ("round", "epsilon", "loss")  # of what a result keeps of a round
 _NAMED = 2  # settings in a group's name, at most
 
 
@@ -62,23 +63,26 @@ class Record:
         return [(round_, value) for round_, value in found if value is not None]
 
     def evaluations(self) -> list[Row]:
-        return [row for row in self.rows if row.get("accuracy") is not None]
+        return [row for row in self.rows if figures_of(row)]
 
     @property
     def measures(self) -> list[Measure]:
         """The metrics that were measured, the headline first."""
-        return [ACCURACY, LOSS]
+        found = self.summary.metrics if self.summary is not None else {}
+        for row in reversed(self.rows):
+            found = found or figures_of(row)
+        return [*map(measure_of, ordered(found or {"accuracy": 0.0}, self.config)), LOSS]
 
     def result(self, measure: Measure) -> float | None:
         """Return a metric of the final round; None where the run has not ended or did not measure it."""
         if self.summary is None:
             return None
-        value = {"accuracy": self.summary.accuracy, "loss": self.summary.loss}.get(measure.name)
+        value = {"loss": self.summary.loss, **self.summary.metrics}.get(measure.name)
         return None if value is None or math.isnan(value) else value
 
     def series(self, measure: Measure) -> list[tuple[Row, float]]:
         """Return the rows that measured a metric, with its value there."""
-        found = ((row, row.get(measure.name)) for row in self.rows)
+        found = ((row, {"loss": row.get("loss"), **figures_of(row)}.get(measure.name)) for row in self.rows)
         return [(row, float(value)) for row, value in found if isinstance(value, int | float)]
 
 
@@ -209,12 +213,16 @@ def _order(record: Record) -> tuple[Any, ...]:
 
 
 def _rows_of(result: Mapping[str, Any]) -> list[Row]:
-    """Return the rounds as far as a result keeps them: accuracy, loss and ε spent, and some rounds' norms."""
+    """Return the rounds as far as a result keeps them: metrics, loss and ε spent, and some rounds' norms."""
     rows: dict[int, Row] = {}
-    more = {measured["round"]: measured for measured in result.get("measured", [])}  # not of earlier versions
-    for round_, accuracy in result.get("curve", []):
-        also = {key: more.get(round_, {}).get(key) for key in ("epsilon", "loss")}
-        rows[round_] = {"round": round_, "accuracy": accuracy, **also, "local_only": {}}  # type: ignore[typeddict-item]
+    for round_, accuracy in result.get("curve", []):  # all that earlier versions kept
+        rows[round_] = {"round": round_, "accuracy": accuracy, "epsilon": None, "local_only": {}}
+    for measured in result.get("measured", []):
+        round_, figures = measured["round"], {k: v for k, v in measured.items() if k not in _NO_METRICS}
+        rows[round_] = {
+            "round": round_, "figures": figures, "accuracy": figures.get("accuracy"), "loss": measured.get("loss"),
+            "epsilon": measured.get("epsilon"), "local_only": {},
+        }  # fmt: skip
     for norms in result.get("norms", []):
         row = rows.setdefault(norms["round"], {"round": norms["round"], "accuracy": None, "local_only": {}})
         row["local_only"] = {key: value for key, value in norms.items() if key != "round"}

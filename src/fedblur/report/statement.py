@@ -20,6 +20,7 @@ from fedblur.core.config import canonical, config_hash, demand_form, from_dict
 from fedblur.core.errors import RunError
 from fedblur.core.files import demand_digest, read_json, write_atomically
 from fedblur.core.registry import build
+from fedblur.learning.metrics.measures import measure_of
 from fedblur.privacy.accounting import ACCOUNTANTS, zcdp
 from fedblur.privacy.claim import UNCLAIMED, Claim, Selection, to_json
 from fedblur.privacy.ledger import read_randomness
@@ -283,8 +284,8 @@ def page_of(statement: Statement) -> Page:
         s=statement,
         facts=statement.facts(),
         summary=statement.summary,
-        metric=metric,
-        figure=f"{100 * value:.1f} %" if metric == "accuracy" else words_of_figure(metric, value),
+        metric=measure_of(metric).words,
+        figure=measure_of(metric).shown(value, 1) if measure_of(metric).percent else words_of_figure(metric, value),
         privacy=statement.privacy,
         budget=budget,
         releases=len(spends),

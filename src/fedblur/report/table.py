@@ -12,6 +12,7 @@ from rich.table import Table
 
 from fedblur.experiments.forecast import Forecast
 from fedblur.experiments.table import Line
+from fedblur.learning.metrics.measures import ACCURACY
 
 _NARROWEST = 12  # of folded labels
 _ANY = 10_000  # columns: no terminal's
@@ -21,14 +22,17 @@ def render(title: str, lines: Sequence[Line]) -> Table:
     """Return rows with mean ± standard deviation over seeds, and a paper's figures beside them where there are any."""
     with_expected = any(line.expected is not None for line in lines)
     axes = list(dict.fromkeys(name for line in lines for name in line.axes))
-    columns = ["accuracy %", *(["paper %"] if with_expected else []), "seeds", "noise σ", "ε spent", "clipped"]
+    measure = lines[0].measure if lines else ACCURACY
+    sign, digits = " %" if measure.percent else "", measure.digits
+    paper = [f"paper{sign}"] if with_expected else []
+    columns = [f"{measure.words}{sign}", *paper, "seeds", "noise σ", "ε spent", "clipped"]
     table = _table(title, [line.label for line in lines], [*axes, *columns])
     for line in lines:
-        expected = "" if line.expected is None else f"{line.expected:.2f}"
+        expected = "" if line.expected is None else f"{line.expected:.{digits}f}"
         table.add_row(
             escape(line.label),
             *(escape(str(line.axes.get(name, "–"))) for name in axes),
-            f"{line.accuracy:.2f} ± {line.spread:.2f}" if line.seeds > 1 else f"{line.accuracy:.2f}",
+            f"{line.mean:.{digits}f}" + (f" ± {line.spread:.{digits}f}" if line.seeds > 1 else ""),
             *([expected] if with_expected else []),
             str(line.seeds),
             f"{line.noise_multiplier:.3f}",

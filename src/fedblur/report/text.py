@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fedblur.learning.metrics.measures import measure_of
 from fedblur.privacy.claim import PopulationTotal
 from fedblur.training.run_folder import RunSummary
 
@@ -46,8 +47,9 @@ def words_of_population(total: PopulationTotal) -> str:
 
 
 def words_of_figure(name: str, value: float) -> str:
-    """Return a metric's figure in words: accuracy in percent, others as numbers."""
-    return f"{100 * value:.2f} %" if name == "accuracy" else f"{value:.4g}"
+    """Return a metric's figure in words: shares in percent, others as numbers."""
+    measure = measure_of(name)
+    return measure.shown(value) if measure.percent else f"{value:.4g}"
 
 
 def print_summary(run: Path, summary: RunSummary, console: Console) -> None:
@@ -61,11 +63,12 @@ def print_summary(run: Path, summary: RunSummary, console: Console) -> None:
         ratio = privacy.signal_to_noise
         words = f"{ratio:.2f}" if ratio is not None and math.isfinite(ratio) else "∞"
         noise = f"σ = {privacy.noise_multiplier:.4g}, clip norm {privacy.clip_norm:g}, signal-to-noise R = {words}"
-    metric, figure = summary.headline
+    (metric, figure), *others = summary.metrics.items()
+    more = "".join(f"{measure_of(name).words} {words_of_figure(name, value)}, " for name, value in others)
     lines = {
         "status": summary.status,
-        metric: f"{words_of_figure(metric, figure)} ({summary.evaluated_on} data, final round), "
-        f"loss {summary.loss:.3f}",
+        measure_of(metric).words: f"{words_of_figure(metric, figure)} ({summary.evaluated_on} data, final round), "
+        f"{more}loss {summary.loss:.3f}",
         "privacy": f"ε = {in_short(privacy.epsilon)} at δ = {privacy.delta:.3g} "
         f"({privacy.accountant.upper()}), {privacy.adjacency}",
         "noise": noise,

@@ -354,8 +354,10 @@ class RunFolder:
 
         A private search's winner gets no statement yet: when it was made would tell how many trials there were.
         """
-        text = json.dumps(json.loads(canonical(to_json(summary))), indent=2)
-        write_atomically(self.summary, (text + "\n").encode())
+        table = json.loads(canonical(to_json(summary)))
+        if summary.figures is not None:  # the headline is the first one
+            table["figures"] = {name: table["figures"][name] for name in summary.figures}
+        write_atomically(self.summary, (json.dumps(table, indent=2) + "\n").encode())
         if summary.privacy.selection is not None or self._names_its_subject():  # not one of version 0.2
             sync_file(self.rounds)  # or a power failure takes rows that the closing line stands for
             close_ledger(self.ledger, self.released())

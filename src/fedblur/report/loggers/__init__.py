@@ -10,9 +10,9 @@ import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from fedblur.core.callbacks import Row, Watcher
+from fedblur.core.callbacks import Row, Watcher, figures_of
 from fedblur.core.errors import ConfigError, nearest
 
 _KNOWN = {"tensorboard": "TensorBoardLogger", "mlflow": "MlflowLogger"}
@@ -56,7 +56,7 @@ def with_loggers(names: Sequence[str], folder: Path, watch: Watcher | None = Non
 
 def figures(row: Row, local: bool) -> dict[str, float]:
     """Return a round's numbers by name; `local=False` leaves out all that no noise protects."""
-    known = {key: row.get(key) for key in ("accuracy", "loss", "epsilon")}
+    known: dict[str, Any] = {**figures_of(row), "loss": row.get("loss"), "epsilon": row.get("epsilon")}
     if local:
         known |= {f"local_only/{key}": value for key, value in row.get("local_only", {}).items()}
         known["local_only/seconds"] = row.get("seconds")

@@ -46,7 +46,7 @@ class MlflowLogger:
         held = (
             "local only: the guarantee does not protect them"
             if self.local
-            else "another machine: accuracy, loss and ε only, no local_only figures"
+            else "another machine: metrics, loss and ε only, no local_only figures"
         )
         return f"MLflow records: {self.uri} ({held})"
 

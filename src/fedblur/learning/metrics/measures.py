@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from fedblur.core.registry import parts
 
 _WORDS = {
     "auroc": "AUROC",
@@ -25,6 +29,11 @@ class Measure:
     def words(self) -> str:
         """The name in a sentence: `accuracy`, `RMSE`."""
         return _WORDS.get(self.name, self.name.replace("_", " "))
+
+    @property
+    def capital(self) -> str:
+        """The name at the beginning of a sentence."""
+        return self.words[:1].upper() + self.words[1:]
 
     @property
     def title(self) -> str:
@@ -63,9 +72,21 @@ class Measure:
 
 ACCURACY = Measure("accuracy", percent=True)
 LOSS = Measure("loss", larger_is_better=False)
-_KNOWN = {measure.name: measure for measure in (ACCURACY, LOSS)}
 
 
 def measure_of(name: str) -> Measure:
-    """Return how a metric is shown."""
-    return _KNOWN.get(name) or Measure(name)
+    """Return how a metric is shown; one that is not registered here (a plugin's) is a number, larger is better."""
+    if name == LOSS.name:
+        return LOSS
+    metric: Any = parts("metric").get(name)
+    return Measure(name) if metric is None else Measure(name, metric.percent, metric.larger_is_better)
+
+
+def ordered(figures: Mapping[str, float], config: Mapping[str, Any]) -> dict[str, float]:
+    """Return a run's metrics, the headline first, by its configuration: JSON with sorted keys loses their order."""
+    names = [metric["name"] for metric in config.get("metrics") or ()]
+    if not names:
+        task: Any = parts("task").get((config.get("task") or {"name": "classification"})["name"])
+        names = [] if task is None else [*task.metrics]
+    first = {name: figures[name] for name in names if name in figures}
+    return first | {name: value for name, value in figures.items() if name not in first}
