@@ -184,8 +184,8 @@ def test_load__without_pandas_is_one_line(table: Path, monkeypatch: pytest.Monke
 def test_plot__draws_one_line_a_label_over_epsilon_with_errors_over_seeds(table: Path, tmp_path: Path) -> None:
     words = invoke("plot", table, "--out", tmp_path / "f.svg")
     assert "means over seeds, bars of one standard error" in words
-    assert "NOT PRIVATE (plain, BLUR_50 %): seeded." in words
-    assert "NOT PRIVATE (without noise): no noise." in words
+    assert "NOT PRIVATE: seeded (plain, BLUR_50 %)." in words
+    assert "NOT PRIVATE: no noise (without noise)." in words
     drawn = (tmp_path / "f.svg").read_text()
     assert all(f">{label}<" in drawn for label in SHOWN)
     assert ">held-out accuracy (%)<" in drawn

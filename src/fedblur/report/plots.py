@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -192,3 +193,10 @@ def _figure(width: float, height: float) -> Figure:
 def _save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
+
+
+def picture(figure: Figure, form: str, metadata: dict[str, str | None]) -> bytes:
+    """Return a figure as the content of a file: "pdf", "svg" or "png"."""
+    content = io.BytesIO()
+    figure.savefig(content, format=form, metadata=metadata)
+    return content.getvalue()

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedblur.core.errors import ConfigError, nearest
+from fedblur.core.files import make_folder, write_atomically
 from fedblur.learning.metrics.measures import Measure
 from fedblur.report.comparison import Line, compare, over_axis, symbol
-from fedblur.report.plots import check_suffix
+from fedblur.report.plots import check_suffix, picture
 from fedblur.report.records import Group, Record, grouped, measure_named, numeric_axes
-from fedblur.report.result_table import reason
+from fedblur.report.result_table import in_full, reason
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,9 +65,10 @@ def plot_results(
         words = _by_round(drawn, groups, measure, place) if place in _PLACES else _over(drawn, lines, place)
         drawn.set_ylabel(f"held-out {measure.title}")
         _legend(figure, drawn)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        notes = [*words, *_warnings(lines)]
-        figure.savefig(path, metadata=_metadata(path, measure, place, notes))
+        notes, form = [*words, *_warnings(lines)], path.suffix[1:].lower()
+        drawing = picture(figure, form, _metadata(form, measure, place, notes))
+    make_folder(path.parent)
+    write_atomically(path, drawing)
     return notes
 
 
@@ -163,15 +165,15 @@ def _warnings(lines: Sequence[Line]) -> list[str]:
     words = []
     for why, labels in found.items():
         who = "all runs" if len(labels) == whole else ", ".join(dict.fromkeys(labels))
-        words.append(f"NOT PRIVATE ({who}): {why}.")
+        words.append(f"{in_full(why)} ({who}).")
     return words
 
 
-def _metadata(path: Path, measure: Measure, place: str, notes: Sequence[str]) -> dict[str, Any]:
+def _metadata(form: str, measure: Measure, place: str, notes: Sequence[str]) -> dict[str, Any]:
     """Return what the file says of itself, without a date: the same results make the same bytes."""
     title, about = f"{measure.words} over {symbol(place)}", " ".join(notes)
-    if path.suffix.lower() == ".pdf":
+    if form == "pdf":
         return {"Title": title, "Subject": about, "CreationDate": None}
-    if path.suffix.lower() == ".svg":
+    if form == "svg":
         return {"Title": title, "Description": about, "Date": None}
     return {"Title": title, "Description": about}

@@ -18,7 +18,7 @@ from typing import Any
 from fedblur.core.config import canonical
 from fedblur.core.errors import ConfigError, nearest
 from fedblur.learning.metrics.measures import Measure
-from fedblur.privacy.claim import SEEDED
+from fedblur.privacy.claim import SEEDED, UNCLAIMED
 from fedblur.report.comparison import Line, compare, symbol
 from fedblur.report.records import Record, as_number, grouped, measure_named
 from fedblur.report.text import in_short
@@ -52,7 +52,7 @@ class ResultTable:
 
     @property
     def notes(self) -> dict[str, str]:
-        """What each mark stands for: why some rows protect nobody."""
+        """The mark of each reason why some rows protect nobody."""
         reasons = list(dict.fromkeys(why for lines in self.lines if (why := reason(lines[0]))))
         return {why: MARKS[index] if index < len(MARKS) else f"*{index}" for index, why in enumerate(reasons)}
 
@@ -89,6 +89,11 @@ def reason(line: Line) -> str:
     summaries = [record.summary for record in line.group.complete if record.summary is not None]
     found = sorted({summary.privacy.warning for summary in summaries if summary.privacy.warning})
     return "; ".join(why.removeprefix("NOT PRIVATE: ") for why in found)
+
+
+def in_full(why: str) -> str:
+    """Return a reason as a statement has it: what claims no ε says so itself."""
+    return why if why.startswith(UNCLAIMED) else f"NOT PRIVATE: {why}"
 
 
 def _facts(table: ResultTable, lines: Sequence[Line]) -> dict[str, Any]:
@@ -194,7 +199,7 @@ def notes_of(table: ResultTable) -> list[str]:
     for why, mark in table.notes.items():
         seeded = SEEDED.removeprefix("NOT PRIVATE: ") in why
         more = "; anyone with the seed can regenerate the noise, ε is that of the same run with secret noise"
-        found.append(f"{mark} NOT PRIVATE: {why}{more if seeded else ''}.")
+        found.append(f"{mark} {in_full(why)}{more if seeded else ''}.")
     return found
 
 
