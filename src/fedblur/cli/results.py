@@ -149,8 +149,9 @@ def _lines(result: Result) -> Iterator[str]:
     privacy = result["privacy"]
     epsilon, warning = rounded_up(float(privacy["epsilon"])), privacy.get("warning")
     yield f"{result['cell']} ({result['settings']})"
-    for name, value in ordered(figures_of(result), result["config"]).items():
-        what = "" if name == "accuracy" else f"{measure_of(name).words} "
+    figures = ordered(figures_of(result), result["config"])
+    for name, value in figures.items():
+        what = "" if [*figures] == ["accuracy"] else f"{measure_of(name).words} "
         where = f"on {result['evaluated_on']} data after {result['rounds']} rounds"
         yield f"{what}{words_of_figure(name, value)} {where}"
     yield f"ε = {epsilon} at δ = {privacy['delta']:.3g} ({privacy['accountant']})" + (f"; {warning}" if warning else "")

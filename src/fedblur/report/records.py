@@ -71,7 +71,7 @@ class Record:
         found = self.summary.metrics if self.summary is not None else {}
         for row in reversed(self.rows):
             found = found or figures_of(row)
-        return [*map(measure_of, ordered(found or {"accuracy": 0.0}, self.config)), LOSS]
+        return [*dict.fromkeys([*map(measure_of, ordered(found or {"accuracy": 0.0}, self.config)), LOSS])]
 
     def result(self, measure: Measure) -> float | None:
         """Return a metric of the final round; None where the run has not ended or did not measure it."""

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fedblur.core.registry import parts
+from fedblur.core.errors import ConfigError
+from fedblur.core.registry import build, parts
 
 _WORDS = {
     "auroc": "AUROC",
@@ -28,7 +29,10 @@ class Measure:
     @property
     def words(self) -> str:
         """The name in a sentence: `accuracy`, `RMSE`."""
-        return _WORDS.get(self.name, self.name.replace("_", " "))
+        if self.name.startswith("top_"):
+            return f"top-{self.name.removeprefix('top_')} accuracy"
+        name, at, k = self.name.partition("@")
+        return _WORDS.get(name, name.replace("_", " ")) + f"{at}{k}"
 
     @property
     def capital(self) -> str:
@@ -75,18 +79,29 @@ LOSS = Measure("loss", larger_is_better=False)
 
 
 def measure_of(name: str) -> Measure:
-    """Return how a metric is shown; one that is not registered here (a plugin's) is a number, larger is better."""
+    """Return how a metric is shown, by its key in results ("ndcg@10").
+
+    One that is not registered here (a plugin's, or what `on_evaluate` found) is a number, larger is better.
+    """
     if name == LOSS.name:
         return LOSS
-    metric: Any = parts("metric").get(name)
+    metric: Any = parts("metric").get(name) or parts("metric").get(name.partition("@")[0])
     return Measure(name) if metric is None else Measure(name, metric.percent, metric.larger_is_better)
 
 
 def ordered(figures: Mapping[str, float], config: Mapping[str, Any]) -> dict[str, float]:
     """Return a run's metrics, the headline first, by its configuration: JSON with sorted keys loses their order."""
-    names = [metric["name"] for metric in config.get("metrics") or ()]
+    names = [_key(metric) for metric in config.get("metrics") or ()]
     if not names:
         task: Any = parts("task").get((config.get("task") or {"name": "classification"})["name"])
-        names = [] if task is None else [*task.metrics]
+        names = [] if task is None else [_key(name) for name in task.metrics]
     first = {name: figures[name] for name in names if name in figures}
     return first | {name: value for name, value in figures.items() if name not in first}
+
+
+def _key(metric: Any) -> str:
+    """Return the name of a metric's figure; a plugin that is not loaded here is known by its name alone."""
+    try:
+        return str(build("metric", metric).key)
+    except ConfigError:
+        return str(metric if isinstance(metric, str) else metric["name"])
