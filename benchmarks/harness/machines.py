@@ -98,10 +98,10 @@ class Machines:
 
     def server(self, gateway: bool = True) -> None:
         self.link = self.start("superlink", "sh", "superlink.sh")
-        wait_for(lambda: "Uvicorn running" in self.log("superlink") or self._open(self.inner), 180, "the SuperLink")
+        wait_for(lambda: "Uvicorn running" in self.log("superlink") or self._open(self.inner), 600, "the SuperLink")
         if gateway:
             self.start("gateway", "sh", "gateway.sh")
-            wait_for(lambda: self._open(self.port), 180, "the gateway")
+            wait_for(lambda: self._open(self.port), 600, "the gateway")
 
     def register(self, name: str) -> None:
         self.sh("ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", f"secrets/{name}")

@@ -68,11 +68,11 @@ class Guide(Machines):
         text = BLOCKS[number][1]
         name = self.started[-1][0]
         if "superlink.sh" in text:
-            wait_for(lambda: self.answers("127.0.0.1", self.inner), 180, self.log(name))
+            wait_for(lambda: self.answers("127.0.0.1", self.inner), 600, self.log(name))
         elif "gateway.sh" in text:
-            wait_for(lambda: self.answers(self.host, self.door), 180, self.log(name))
+            wait_for(lambda: self.answers(self.host, self.door), 600, self.log(name))
         else:
-            wait_for(lambda: "SuperNode ID" in self.log(name), 300, self.log(name))
+            wait_for(lambda: "SuperNode ID" in self.log(name), 600, self.log(name))
         assert process.poll() is None, self.log(name)
 
     def answers(self, host: str, port: int) -> bool:

@@ -82,7 +82,7 @@ class Federation(Machines):
     def train(self, name: str, trust: str, seconds: float, deadline: float = 300.0) -> Path:
         process = self.begin_run(name, trust, deadline)
         assert process.wait(timeout=seconds) == 0
-        wait_for((self.folder / name / "summary.json").exists, 30, self.log(name)[-3000:])
+        wait_for((self.folder / name / "summary.json").exists, 600, self.log(name)[-3000:])
         return self.folder / name
 
     def begin_run(self, name: str, trust: str, deadline: float):
@@ -140,7 +140,7 @@ def test_strangers__get_nothing(federation: Federation, tmp_path: Path) -> None:
     deceived = federation.start("deceived", "sh", "deceived.sh", "secrets/node-0", "", "0")
     assert stranger.wait(timeout=120) != 0
     assert "SuperNode ID" not in federation.log("stranger")
-    wait_for(lambda: "CERTIFICATE_VERIFY_FAILED" in federation.log("deceived") or deceived.poll(), 60, "a refusal")
+    wait_for(lambda: "CERTIFICATE_VERIFY_FAILED" in federation.log("deceived") or deceived.poll(), 600, "a refusal")
     federation.end(deceived)
     assert "SuperNode ID" not in federation.log("deceived")
 
@@ -181,7 +181,7 @@ def wait_until_asked(federation: Federation, i: int, round_: int, kind: str, bef
     def asked() -> bool:
         return federation.log(f"node-{i}")[before:].count(f"Receiving: train.{kind} message") >= round_
 
-    wait_for(asked, 400, f"node {i}: {kind} of round {round_}")
+    wait_for(asked, 600, f"node {i}: {kind} of round {round_}")
 
 
 @pytest.mark.long

@@ -38,11 +38,11 @@ def test_ray__runs_the_same_app_with_fifty_virtual_nodes(tmp_path: Path, trust: 
             "superlink", "flower-superlink", "--insecure", "--simulation", "--host", "127.0.0.1", "--port",
             str(machines.inner), "--disable-runtime-dependency-installation",
         )  # fmt: skip
-        wait_for(lambda: machines._open(machines.inner), 180, "the SuperLink")
+        wait_for(lambda: machines._open(machines.inner), 600, "the SuperLink")
         nodes = "num-supernodes=50 client-resources-num-cpus=1"
         run = machines.run("--federation-config", nodes, "--run-config", f'trust="{trust}"')
         run.wait(timeout=900)
-        wait_for((tmp_path / "f/run/summary.json").exists, 10, machines.log("run")[-3000:])
+        wait_for((tmp_path / "f/run/summary.json").exists, 600, machines.log("run")[-3000:])
     finally:
         machines.close()
     summary = json.loads((tmp_path / "f/run/summary.json").read_text())
@@ -64,7 +64,7 @@ def test_ray__the_guides_commands_work_as_written(tmp_path: Path) -> None:
     del machines.env["FLWR_HOME"]  # the commands set it
     try:
         machines.start("superlink", "sh", "-eu", "-c", server)
-        wait_for(lambda: machines._open(port), 180, "the SuperLink")
+        wait_for(lambda: machines._open(port), 600, "the SuperLink")
         machines.sh("sh", "-eu", "-c", run, seconds=900)
     finally:
         machines.close()
