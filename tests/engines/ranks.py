@@ -28,6 +28,7 @@ CASES = {
     "whole": {"seed": 5, "rounds": 80, "method": "blur+lus", "checkpoint_every": 4},  # FLAGS of `test_distributed.py`
     "unseeded": {**SHARED, "method": "blur+lus"},
     **{name: {**task_worlds.SHARED, **task_worlds.task_world(name).settings} for name in task_worlds.TASK_WORLDS},
+    "personal": {**SHARED, "seed": 3, "personal": ["*bias"], "method": "blur"},
 }  # fmt: skip
 
 

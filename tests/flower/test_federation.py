@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from flwr.app import Message
+from safetensors.torch import load_file
 
 from fedblur.core.errors import ConfigError, PrivacyError, RunError
 from fedblur.flower.settings import Settings
@@ -254,3 +255,83 @@ def test_server__refuses_what_a_federation_cannot_do(tmp_path: Path, changes: di
         task.config.write_text(task.config.read_text().replace("clients = 3\n", ""))
     with pytest.raises(ConfigError, match=message):
         federated(task, LoopGrid(task, 3, "central"), tmp_path / "run", "central")
+
+
+# --- personal parameters ---
+
+PERSONAL = {"personal": ["*bias"], "rounds": 4}
+
+
+def states(folder: Path) -> dict[str, Path]:
+    """What nodes keep, by node and round."""
+    return {f"{path.parents[1].name} {path.stem}": path for path in sorted(folder.rglob("round-*.safetensors"))}
+
+
+@pytest.mark.parametrize("trust", ["central", "secure-sum"])
+def test_personal__gives_the_simulators_model_and_stays_on_its_node(
+    tmp_path: Path, trust: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path / "home"))
+    changes = {"mechanism": SECURE} if trust == "secure-sum" else {"method": {"name": "fedrep", "steps": 2}}
+    task = deployment(tmp_path, 4, **PERSONAL, **changes)
+    grid = LoopGrid(task, 4, trust)
+    run = federated(task, grid, tmp_path / "run", trust)
+    plain = simulated(task, tmp_path / "plain")
+    assert float((weights(run) - weights(plain)).abs().max()) < 1e-6
+    assert not (run.path / "personal").exists()
+    kept = states(tmp_path / "home")
+    order = json.loads((tmp_path / "run" / "nodes.json").read_text())["nodes"]
+    for client, node in enumerate(order):
+        (bias,) = load_file(kept[f"personal-{node} round-000004"]).values()
+        own = next(p for n, p in plain.personal(client).named_parameters() if n.endswith("bias"))
+        assert torch.allclose(bias, own.detach(), atol=1e-6)
+        for reply in grid.received:  # what the server gets has room for the shared part alone
+            sent = [array.data for record in reply.content.array_records.values() for array in record.values()]
+            assert not any(bias.numpy().tobytes() in data for data in sent)
+    folders = {folder for path in kept.values() for folder in path.parents[:2]}
+    assert {path.stat().st_mode & 0o777 for path in folders} == {0o700}
+    assert {path.stat().st_mode & 0o777 for path in kept.values()} == {0o600}
+
+
+def test_personal__a_server_that_goes_back_finds_the_nodes_rows_of_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server dies after round 3, of which its nodes have rows; its last checkpoint is of round 2."""
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path / "home"))
+    task = deployment(tmp_path, 4, **PERSONAL | {"checkpoint_every": 2})
+    whole = federated(task, LoopGrid(task, 4, "central"), tmp_path / "whole", "central")
+    expected = {name: path.read_bytes() for name, path in states(tmp_path / "home").items()}
+
+    def die(question: Message, reply: Message) -> Message:
+        if question.metadata.group_id == "4":
+            raise RuntimeError("killed")
+        return reply
+
+    with pytest.raises(RuntimeError, match="killed"):
+        federated(task, LoopGrid(task, 4, "central", die), tmp_path / "run", "central")
+    run = federated(task, LoopGrid(task, 4, "central"), tmp_path / "run", "central")  # nodes were restarted too
+    assert torch.equal(weights(run), weights(whole))
+    assert {name: path.read_bytes() for name, path in states(tmp_path / "home").items()} == expected
+
+
+def test_personal__a_node_keeps_no_more_than_a_server_may_go_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path / "home"))
+    task = deployment(tmp_path, 4, **PERSONAL | {"rounds": 8})
+    federated(task, LoopGrid(task, 4, "central"), tmp_path / "run", "central")
+    kept = [name.split("-")[-1] for name in states(tmp_path / "home")]
+    assert kept == 4 * ["000006", "000007", "000008"]
+
+
+def test_personal__a_question_without_first_values_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path / "home"))
+    from fedblur.flower import node_training, wire
+
+    task = deployment(tmp_path, 4, **PERSONAL)
+    told = {"clip_norm": 0.5, "bit_weight": 0.0, "noise_multiplier": 0.5, "client": 0, "constants": ""}
+    start = torch.zeros(640).numpy().tobytes()
+    for first in ({}, {"personal": b"\0" * 4}, {"personal": torch.full((10,), float("nan")).numpy().tobytes()}):
+        with pytest.raises(wire.Refused, match="personal parameters came for 10"):
+            node_training.update(task, {"partition-id": 0}, 7, 1, told, {"start": start, **first})
+    assert not (tmp_path / "home").exists()

@@ -115,8 +115,8 @@ class Spy:
         self.got: dict[int, np.ndarray] = {}
         noisy, total = node_training.noisy, SecureRound.total
 
-        def spied_noisy(task, node, round_, told, arrays, number):
-            vector, bits = noisy(task, node, round_, told, arrays, number)
+        def spied_noisy(task, node, node_id, round_, told, arrays, number):
+            vector, bits = noisy(task, node, node_id, round_, told, arrays, number)
             self.given[round_, number] = vector.copy()
             return vector, bits
 

@@ -78,7 +78,7 @@ def run(
     method: Annotated[
         str | None,
         typer.Option(
-            help='augment, balance, blur, gce, lus, prox, sam, joined: "blur+lus"; ae-dpfl, knn-dpfl; '
+            help='augment, balance, blur, fedrep, gce, lus, prox, sam, joined: "blur+lus"; ae-dpfl, knn-dpfl; '
             "dp-fedavg (none of them); fedavg and clip-only (not private).",
             autocompletion=complete_method,
         ),

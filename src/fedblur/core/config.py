@@ -63,6 +63,8 @@ class Config:
     metrics: Any = part("metric", (), many=True)  # what is measured, the headline first; (): the task's own
     model: Any = part("model", "logistic")  # the network that is trained
     method: Any = part("method", (), many=True)  # what clients do beyond DP-FedAvg, which is ()
+    personal: tuple[str, ...] = ()  # patterns of parameters that stay on their client: never clipped, never sent
+    personal_steps: int = 0  # of the personal part alone, on a client's own training samples, before it is evaluated
     local: LocalTraining = field(default_factory=LocalTraining)  # a client's training, keys below
     # privacy
     epsilon: float | None = None  # the target; inf: no noise; None: 2, or what noise_multiplier gives
@@ -164,7 +166,10 @@ def _check_voting(config: Config) -> None:
     name = config.voting.part_name
     if len(config.method) > 1:
         raise ConfigError(f"method {name!r} is a protocol of its own: give it alone, without other methods")
-    idle_at = {"bounding": "clip", "clipping": None, "mask": None, "denoise": None, "test_views": 1, "metrics": ()}
+    idle_at = {
+        "bounding": "clip", "clipping": None, "mask": None, "denoise": None, "test_views": 1, "metrics": (),
+        "personal": (),
+    }  # fmt: skip
     for key, idle in idle_at.items():
         value = getattr(config, key)
         demand(value == idle, key, value, f"does not apply to {name}: it sends no updates")
@@ -183,6 +188,7 @@ def _check_run(config: Config) -> None:
     demand(0 <= config.validation_share < 1, "validation_share", config.validation_share, "must be in [0, 1)")
     if config.evaluate == "validation" and config.validation_share == 0:
         raise ConfigError("evaluate='validation' needs validation_share above 0, for instance 0.1")
+    _check_personal(config)
     demand_between(1, MOST_ROUNDS, "rounds", config.rounds)
     demand(config.eval_every is None or config.eval_every >= 1, "eval_every", config.eval_every, "must be at least 1")
     demand_between(1, 10**4, "test_views", config.test_views)
@@ -196,6 +202,21 @@ def _check_run(config: Config) -> None:
     demand(config.checkpoint_every >= 1, "checkpoint_every", config.checkpoint_every, "must be at least 1")
     seed = config.seed
     demand(seed is None or seed >= 0, "seed", seed, "must be 0 or more (leave it out for privacy)")
+
+
+def _check_personal(config: Config) -> None:
+    twice = next((name for name in config.personal if config.personal.count(name) > 1), None)
+    if "" in config.personal or twice is not None:
+        raise ConfigError(f"personal={list(config.personal)} must be different patterns of parameters' names")
+    demand_between(0, 10**6, "personal_steps", config.personal_steps)
+    if config.personal_steps and not config.personal:
+        raise ConfigError(f"personal_steps={config.personal_steps} needs personal parameters to train")
+    needing = next((method for method in config.method if getattr(method, "needs_personal", False)), None)
+    if needing is not None and not config.personal:
+        raise ConfigError(
+            f"method {needing.part_name!r} trains personal parameters, and there are none; name them: "
+            'personal = ["head.*"]'
+        )
 
 
 def from_dict(table: Mapping[str, Any]) -> Config:
@@ -255,7 +276,10 @@ def canonical(value: Any) -> str:
 
 
 # Keys that came after results were first kept: at these values they leave the hash of a configuration as it was.
-_LATER: dict[str, Any] = {"denoise": None, "test_views": 1, "task": {"name": "classification"}, "metrics": []}
+_LATER: dict[str, Any] = {
+    "denoise": None, "test_views": 1, "task": {"name": "classification"}, "metrics": [], "personal": [],
+    "personal_steps": 0,
+}  # fmt: skip
 _LATER_OF_LOCAL: dict[str, Any] = {"optimizer": "sgd", "betas": [0.9, 0.999], "adam_epsilon": 1e-8}
 _NOT_HASHED = {"population"}  # decides no result: whose budget pays for it
 _GAUSSIAN = {"name": "gaussian", "placement": "server"}  # as version 0.1 wrote it

@@ -53,6 +53,26 @@ def write_atomically(path: Path, data: bytes, private: bool = False) -> None:
         raise _cannot(path, "be written", error, "free space or choose another folder") from None
 
 
+def write_in_place(path: Path, pieces: Iterable[tuple[int, bytes]]) -> None:
+    """Write pieces of a file at their offsets, and force them to the disk. Only this user may read it.
+
+    A kill may leave a part of it: whoever needs the old content has written it elsewhere first.
+    """
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | _BINARY, _PRIVATE)
+        try:
+            for offset, data in pieces:
+                os.lseek(handle, offset, os.SEEK_SET)
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[os.write(handle, rest) :]
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise _cannot(path, "be written", error, "free space and resume") from None
+
+
 def append(path: Path, data: bytes, private: bool = False) -> None:
     """Append to a file. A kill may leave a part of it: for diagnostics, whose reader skips such a line."""
     try:

@@ -35,6 +35,7 @@ from fedblur.engines.cohort_sum import CohortSum, Diagnostics, Source, Task, Wan
 from fedblur.engines.simulate import choose, simulate, simulate_part
 from fedblur.learning.client import ClientJob
 from fedblur.learning.model_checks import constants_digest
+from fedblur.learning.personal import CohortRows, Rows
 from fedblur.privacy import events
 from fedblur.privacy.claim import PopulationTotal
 from fedblur.privacy.clipping import Message
@@ -122,7 +123,10 @@ class Ranks:
     def add_up(self, task: Task, rng: Rng) -> tuple[Tensor, Diagnostics]:
         """Sum this rank's part of a task. At rank 0 all parts' sum comes back."""
         assert self.part is not None
-        return self._collect(*self.part.total(task, rng), task.release)
+        total, seen = self._collect(*self.part.total(task, rng), task.release)
+        if task.job.personal is not None:
+            self._collect_rows(task.job.personal.rows, task.cohort)
+        return total, seen
 
     # what rank 0 says to all others
 
@@ -164,6 +168,8 @@ class Ranks:
         self._broadcast(job.layout.flatten(job.start))
         if message.support is not None:
             self._broadcast(message.support)
+        if job.personal is not None:
+            self._broadcast(job.personal.rows.read(order))
         return self._part(replace(task, cohort=order))
 
     def hear(self, job: ClientJob, mechanism: Mechanism) -> Task | None:
@@ -177,8 +183,12 @@ class Ranks:
         support = None
         if kept is not None:
             support = self._broadcast(torch.empty(kept, dtype=torch.int64, device=self.device))
-        message = Message(job.message.bounding, support, bit_weight)
-        job = replace(job, start=job.layout.unflatten(start), clip_norm=clip_norm, message=message)
+        message, personal = Message(job.message.bounding, support, bit_weight), job.personal
+        if personal is not None:
+            own = self._broadcast(torch.empty(release.cohort, personal.layout.total))
+            personal = replace(personal, rows=CohortRows(cohort, own))
+        start_here = job.layout.unflatten(start)
+        job = replace(job, start=start_here, clip_norm=clip_norm, message=message, personal=personal)
         return self._part(Task(job, mechanism, replace(release, device=self.device), cohort))
 
     def _part(self, task: Task) -> Task:
@@ -209,6 +219,11 @@ class Ranks:
             return total, seen
         norms, kept, trained = figures
         return total, Diagnostics(seen.coordinates, seen.clip_norm, [norms], [kept], [trained], sums[0], sums[1])
+
+    def _collect_rows(self, rows: Rows, trained: Tensor) -> None:
+        """Bring the rows of clients that other ranks trained to rank 0, which keeps them all."""
+        assert isinstance(rows, CohortRows)
+        rows.values = self._reduce(rows.alone(trained))
 
     def _reduce(self, tensor: Tensor) -> Tensor:
         tensor = tensor.contiguous()

@@ -45,6 +45,8 @@ def cannot_map(job: ClientJob, like: Samples, classes: int, device: torch.device
     x, y = each_input(own.x, lambda x: x.to(device)), own.y.to(device)
     shard = Shard(x, y, 2 * two, torch.full((2,), 2))
     work = plan_work(shard, two, local.steps, local.batch_size, Seeded.root(0), device)
+    if job.personal is not None:
+        work = replace(work, personal=job.personal.initial.repeat(2, 1).to(device))
     try:
         train_block(replace(job, local=local), shard, work, vectorise=True)
     except torch.OutOfMemoryError:
@@ -68,7 +70,14 @@ def _differ(engine: LocalEngine, job: ClientJob, like: Samples, classes: int) ->
         x, y = each_input(shard.x, lambda x: x.to(engine.device)), shard.y.to(engine.device)
         part = Shard(x, y, shard.starts[order], shard.sizes[order])
         work = plan_work(part, order, _STEPS, job.local.batch_size, Seeded.root(0), engine.device)
-        message = engine.train(job, part, work).bounded.value.clone()[place]
+        if job.personal is not None:
+            own = job.personal.initial.repeat(block, 1)
+            own[torch.isin(order, loud)] += _LOUD
+            work = replace(work, personal=own.to(engine.device))
+        trained = engine.train(job, part, work)
+        message = trained.bounded.value.clone()[place]
+        if trained.personal is not None:
+            message = torch.cat([message, trained.personal[place]])
         if not torch.equal(seen.setdefault(probe, message).view(torch.int32), message.view(torch.int32)):
             return True
     return False

@@ -158,11 +158,16 @@ class LocalEngine:
         part = Shard(shard.x, shard.y, pad(shard.starts[chosen], (0, fill)), pad(shard.sizes[chosen], (0, fill)))
         names = pad(ids[chosen], (0, fill), value=-1)
         work = plan_work(part, names, job.local.steps, job.local.batch_size, rng, self.device)
+        if job.personal is not None:
+            own = job.personal.rows.read(ids[chosen].cpu())
+            work = replace(work, personal=pad(own, (0, 0, 0, fill)).to(self.device))
         block = self.train(job, part, work)
+        count, bounded = len(chosen), block.bounded
+        if job.personal is not None and block.personal is not None:
+            job.personal.rows.write(ids[chosen].cpu(), block.personal[:count])
         if not fill:
             return block
-        count, bounded = len(chosen), block.bounded  # without the empty clients that filled the block up
-        kept = Bounded(bounded.value[:count], bounded.l2_bound)
+        kept = Bounded(bounded.value[:count], bounded.l2_bound)  # without the empty clients that filled the block up
         return replace(block, bounded=kept, trained_norms=block.trained_norms[:count], norms=block.norms[:count])
 
     def train(self, job: ClientJob, shard: Shard, work: Work) -> Block:
@@ -171,7 +176,8 @@ class LocalEngine:
         if self.device.type == "cpu":
             torch.set_num_threads(1)
         try:
-            steps = steps_for(job.program, self.how) if self.vectorise else None
+            remembers = any(method.client_state(job.layout) for method in job.methods)  # which no faster way knows
+            steps = steps_for(job.program, "plain" if remembers else self.how) if self.vectorise else None
             return train_block(job, shard, work, self.vectorise, steps)
         finally:
             if self.device.type == "cpu":

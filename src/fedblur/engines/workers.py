@@ -61,8 +61,13 @@ class WorkerEngine:
             done = _in_order(
                 pool, train, self._works(job, shard, ids, rng), ahead=max(self.block_size, 2 * self.workers)
             )
-            while block := list(islice(done, self.block_size)):
-                yield join_blocks(block)
+            first = 0
+            while blocks := list(islice(done, self.block_size)):
+                block, part = join_blocks(blocks), ids[first : first + len(blocks)]
+                if job.personal is not None and block.personal is not None:
+                    job.personal.rows.write(part, block.personal)
+                yield block
+                first += len(blocks)
 
     def _works(self, job: ClientJob, shard: Shard, ids: Tensor, rng: Rng) -> Iterator[Work]:
         """Yield each client's work, without padding."""
@@ -72,6 +77,8 @@ class WorkerEngine:
             part = slice(first, first + _PLANNED)
             some = Shard(shard.x, shard.y, shard.starts[part], shard.sizes[part])
             work = plan_work(some, ids[part], job.local.steps, job.local.batch_size, rng, self.device)
+            if job.personal is not None:
+                work = replace(work, personal=job.personal.rows.read(ids[part]))
             for client, size in enumerate(some.sizes.tolist()):
                 yield work.alone(client, size)
 

@@ -85,7 +85,9 @@ def _update(deployment: Deployment, question: Question) -> Said:
 
     question.open_round()
     node = question.context.node_config
-    return {}, {"update": node_training.update(deployment, node, question.round_, question.values, question.arrays)}
+    told, arrays = question.values, question.arrays
+    update = node_training.update(deployment, node, question.context.node_id, question.round_, told, arrays)
+    return {}, {"update": update}
 
 
 def _keys(deployment: Deployment, question: Question) -> Said:
@@ -110,7 +112,9 @@ def _masked(deployment: Deployment, question: Question) -> Said:
 
     told, node = question.values, question.context.node_config
     member = question.member().receive(numbers(told["dealers"]), told["sealed"])
-    vector, bits = node_training.noisy(deployment, node, question.round_, told, question.arrays, member.number)
+    vector, bits = node_training.noisy(
+        deployment, node, question.context.node_id, question.round_, told, question.arrays, member.number
+    )
     member, masked = member.mask(vector, bits)
     question.remember(member)
     return {}, {"masked": masking.pack(masked, bits)}

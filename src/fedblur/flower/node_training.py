@@ -22,13 +22,15 @@ from fedblur.core.rng import make_rng
 from fedblur.data.federation import own_samples
 from fedblur.data.population import Federation, Packed
 from fedblur.flower.masking import Residues
+from fedblur.flower.node_state import NodeRows, state_folder
 from fedblur.flower.settings import Deployment
 from fedblur.flower.wire import Refused
 from fedblur.learning.batches import plan_work
 from fedblur.learning.client import ClientJob, train_block
 from fedblur.learning.model_checks import constants_digest, for_training
 from fedblur.learning.models import make_model
-from fedblur.learning.module_function import Layout, as_function
+from fedblur.learning.module_function import as_function
+from fedblur.learning.personal import FirstRows, Personal, shared_layout
 from fedblur.privacy.clipping import Bounded, Message
 from fedblur.privacy.mechanisms.base import Release, mechanism_for
 from fedblur.privacy.mechanisms.secure_sum import SecureSum
@@ -40,23 +42,25 @@ _ROUNDING = 1e-9  # of an epsilon, between this processor's arithmetic and the s
 
 
 def update(
-    deployment: Deployment, node: Mapping[str, Any], round_: int, told: Mapping[str, Any], arrays: Mapping[str, bytes]
-) -> bytes:
+    deployment: Deployment, node: Mapping[str, Any], node_id: int, round_: int, told: Mapping[str, Any],
+    arrays: Mapping[str, bytes],
+) -> bytes:  # fmt: skip
     """Return the clipped message of this node's client, as float32."""
-    _, _, bounded = _trained(deployment, node, round_, told, arrays)
+    _, _, bounded = _trained(deployment, node, node_id, round_, told, arrays)
     return bounded.value[0].numpy().astype("<f4").tobytes()
 
 
 def noisy(
     deployment: Deployment,
     node: Mapping[str, Any],
+    node_id: int,
     round_: int,
     told: Mapping[str, Any],
     arrays: Mapping[str, bytes],
     number: int,
 ) -> tuple[Residues, int]:
     """Return the message rotated, rounded and with its share of the noise, modulo 2^b; and b."""
-    config, job, bounded = _trained(deployment, node, round_, told, arrays)
+    config, job, bounded = _trained(deployment, node, node_id, round_, told, arrays)
     mechanism = mechanism_for(config, config.sampling.sampler(config.clients, config.sample_rate), job.layout.total)
     if not isinstance(mechanism, SecureSum) or mechanism.part.mode != "exact" or mechanism.part.min_cohort is None:
         raise Refused("the configuration's mechanism gives this node no share of the noise")
@@ -69,18 +73,27 @@ def noisy(
 
 
 def _trained(
-    deployment: Deployment, node: Mapping[str, Any], round_: int, told: Mapping[str, Any], arrays: Mapping[str, bytes]
-) -> tuple[Config, ClientJob, Bounded]:
+    deployment: Deployment, node: Mapping[str, Any], node_id: int, round_: int, told: Mapping[str, Any],
+    arrays: Mapping[str, bytes],
+) -> tuple[Config, ClientJob, Bounded]:  # fmt: skip
     config = deployment.configuration()
     _demand_told(config, round_, told)
     own = own_population(deployment, node)
     job, data = _job(deployment, config, told, arrays, own)
     _demand_noise(config, told["noise_multiplier"], job.layout.total)
-    shard = data.train.fetch(torch.tensor([0]))
+    me = torch.tensor([0])
+    shard = data.train.fetch(me)
     name = torch.tensor([told["client"]])  # names this client's random streams in a seeded run
     rng = make_rng(config.seed).child("round", round_)
     work = plan_work(shard, name, config.local.steps, config.local.batch_size, rng, _CPU)
-    return config, job, train_block(job, shard, work, vectorise=False).bounded
+    if job.personal is None:
+        return config, job, train_block(job, shard, work, vectorise=False).bounded
+    folder = state_folder(node, node_id, config)
+    rows = NodeRows(folder, job.personal, round_, config.checkpoint_every)
+    block = train_block(job, shard, replace(work, personal=rows.read(me)), vectorise=False)
+    assert block.personal is not None
+    rows.write(me, block.personal)  # on disk before the reply: what leaves is the bounded message alone
+    return config, job, block.bounded
 
 
 def _demand_told(config: Config, round_: int, told: Mapping[str, Any]) -> None:
@@ -142,10 +155,16 @@ def _job(
     check_task(config, data, check_reading(module, config.task, data))
     if told["constants"] != constants_digest(module):
         raise Refused("the model's frozen parameters and buffers are not the server's: all need the same weights")
-    layout = Layout.of(module)
+    layout = shared_layout(module, config.personal)
     start = _vector(arrays["start"], "<f4")
     if len(start) != layout.total:
         raise Refused(f"a model of {len(start)} parameters came for one of {layout.total}")
+    personal = Personal.of(module, layout, config.method)
+    if personal is not None:
+        first = _vector(arrays.get("personal", b""), "<f4")
+        if len(first) != personal.layout.total or not bool(torch.isfinite(first).all()):
+            raise Refused(f"{len(first)} personal parameters came for {personal.layout.total}, or not all are finite")
+        personal = replace(personal, initial=first, rows=FirstRows(first))
     support = _vector(arrays["support"], "<i8") if "support" in arrays else None
     message = Message(config.bounding, support, told["bit_weight"])
     job = ClientJob(
@@ -157,6 +176,7 @@ def _job(
         told["clip_norm"],
         message,
         config.task,
+        personal,
     )
     return job, data
 

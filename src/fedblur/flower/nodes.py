@@ -81,6 +81,8 @@ class Nodes(ABC):
         arrays = {"start": job.layout.flatten(job.start).cpu().numpy().astype("<f4").tobytes()}
         if message.support is not None:
             arrays["support"] = message.support.cpu().numpy().astype("<i8").tobytes()
+        if job.personal is not None:  # a client's first row; what becomes of it never comes back
+            arrays["personal"] = job.personal.initial.numpy().astype("<f4").tobytes()
         return values, arrays
 
 

@@ -34,10 +34,10 @@ class Kind:
 
 _JOB = {"clip_norm": float, "bit_weight": float, "noise_multiplier": float, "client": int, "constants": str}
 QUESTIONS = {
-    "update": Kind(_JOB, ("start",), ("support",)),
+    "update": Kind(_JOB, ("start",), ("support", "personal")),
     "keys": Kind({}),
     "shares": Kind({"number": int, "members": (int,), "mask_publics": (bytes,), "seal_publics": (bytes,)}),
-    "masked": Kind({**_JOB, "dealers": (int,), "sealed": (bytes,)}, ("start",), ("support",)),
+    "masked": Kind({**_JOB, "dealers": (int,), "sealed": (bytes,)}, ("start",), ("support", "personal")),
     "unmask": Kind({"alive": (int,), "dropped": (int,)}),
 }
 REPLIES = {

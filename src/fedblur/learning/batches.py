@@ -35,6 +35,7 @@ class Work:
     plan: Tensor  # [clients, steps, batch], -1 = padding
     samples: Tensor  # [clients, chunks, batch], every sample once, -1 = padding: for the full local gradient
     seeds: Tensor  # [clients], int64
+    personal: Tensor | None = None  # [clients, k], what stays on each client (`personal.py`); None: nothing does
 
     def __len__(self) -> int:
         return len(self.seeds)
@@ -47,7 +48,8 @@ class Work:
         batch = self.plan.shape[-1]
         width = max(1, min(batch, size))
         chunks = max(1, -(-size // batch))
-        return Work(self.plan[client, :, :width], self.samples[client, :chunks, :width], self.seeds[client])
+        own = None if self.personal is None else self.personal[client]
+        return Work(self.plan[client, :, :width], self.samples[client, :chunks, :width], self.seeds[client], own)
 
 
 def plan_work(

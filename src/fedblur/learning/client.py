@@ -19,7 +19,18 @@ from fedblur.core.config import LocalTraining
 from fedblur.data.population import Inputs, Shard, as_input, each_input
 from fedblur.learning.batches import Batch, Work, read_batches
 from fedblur.learning.methods import Gradient, Method
-from fedblur.learning.module_function import Forward, Layout, Params, add, add_to, add_where, evaluating, zeros_for
+from fedblur.learning.module_function import (
+    Forward,
+    Layout,
+    Params,
+    add,
+    add_to,
+    add_where,
+    evaluating,
+    join,
+    zeros_for,
+)
+from fedblur.learning.personal import Personal, memory_name, remembered
 from fedblur.learning.randomness import SeededRandomness
 from fedblur.learning.tasks import Classification, Task
 from fedblur.privacy.clipping import Bounded, Message
@@ -39,6 +50,7 @@ class ClientJob:
     clip_norm: float  # S
     message: Message = field(default_factory=Message)  # what of an update is sent
     task: Task = field(default_factory=Classification)  # whose loss is learned
+    personal: Personal | None = None  # what stays on each client and is never sent
 
     @property
     def program(self) -> LocalProgram:
@@ -51,6 +63,7 @@ class Trained(NamedTuple):
 
     update: Tensor  # [d], after the methods shaped it: Δ̂
     trained_norm: Tensor  # ‖Δ‖ before shaping, local_only
+    personal: Tensor | None = None  # [k], what stays on the client
 
 
 @dataclass(frozen=True)
@@ -60,12 +73,13 @@ class Block:
     bounded: Bounded
     trained_norms: Tensor  # [clients] ‖Δ‖, local_only
     norms: Tensor  # [clients] of what is sent of Δ̂, before clipping, local_only
+    personal: Tensor | None = None  # [clients, k], what stays on each client: for its row and nothing else
 
 
 def clip_block(trained: Trained, job: ClientJob) -> Block:
     """Clip, the last thing that clients do (invariant 1). `trained` has a leading dimension of clients."""
     bounded, norms = job.message.encode(trained.update, job.clip_norm)
-    return Block(bounded, trained.trained_norm, norms)
+    return Block(bounded, trained.trained_norm, norms, trained.personal)
 
 
 @dataclass(frozen=True)
@@ -83,8 +97,14 @@ class LocalProgram:
         self, start: Params, delta: Params, velocity: Params, clip_norm: Tensor | float,
         batch: Batch, seed: Tensor, step: Tensor | int,
     ) -> tuple[Params, Params]:  # fmt: skip
-        """Step: Δ ← Δ − η·(g + the methods' terms). A step whose indices are all padding is the identity."""
+        """Step: Δ ← Δ − η·(g + the methods' terms). A step whose indices are all padding is the identity.
+
+        A personal parameter starts at zero, so that its Δ is its value; methods see the shared part alone.
+        """
         local = self.local
+        memory = {name: tensor for name, tensor in delta.items() if name not in start}  # of methods; steps leave it
+        delta = {name: delta[name] for name in start}
+        before, shared = (delta, velocity), {name: delta[name] for name in self.layout.names}
         theta = add(start, delta)
         batch = self._viewed(batch, seed, step)
         weights = batch.descent if self._linear else batch.weights
@@ -92,7 +112,8 @@ class LocalProgram:
         for method in self.methods:
             gradient_at = method.wrap_gradient(gradient_at)
         gradient = gradient_at(theta)
-        terms = [term for method in self.methods if (term := method.gradient_term(delta, clip_norm)) is not None]
+        terms = [term for method in self.methods if (term := method.gradient_term(shared, clip_norm)) is not None]
+        terms += self._memory_terms(memory, shared, clip_norm) if memory else []
         if local.weight_decay:
             terms.append({name: local.weight_decay * tensor for name, tensor in theta.items()})
         if self._linear:
@@ -100,21 +121,24 @@ class LocalProgram:
         else:
             terms.append(gradient)
         if terms:
-            gradient = reduce(add, terms)
+            gradient = reduce(join, terms)
             if local.optimizer == "adam":
                 gradient, velocity = self._adam(gradient, velocity, torch.as_tensor(step, device=batch.rate.device))
             elif local.momentum:
                 velocity = gradient = add(gradient, velocity, local.momentum)
-            delta = {name: torch.addcmul(delta[name], batch.rate, gradient[name], value=-1) for name in delta}
+            moved = {name: torch.addcmul(delta[name], batch.rate, gradient[name], value=-1) for name in gradient}
+            delta = delta | moved
         for method in self.methods:
-            delta = method.after_step(delta, clip_norm)
-        return delta, velocity
+            delta = delta | method.after_step({name: delta[name] for name in self.layout.names}, clip_norm)
+        if self._alternates:
+            delta, velocity = (self._moved(step, *pair) for pair in zip(before, (delta, velocity), strict=True))
+        return delta | memory, velocity
 
     @property
     def _linear(self) -> bool:
         """Whether the loss's gradient is only ever multiplied by −η: then its chain starts with that factor."""
         plain = self.local.optimizer == "sgd" and not self.local.momentum
-        return plain and not any(method.bends_gradient for method in self.methods)
+        return plain and not self._alternates and not any(method.bends_gradient for method in self.methods)
 
     def _adam(self, gradient: Params, moments: Params, step: Tensor) -> tuple[Params, Params]:
         """Return the direction of Adam (Kingma and Ba 2015) and its means; the first step is number 0."""
@@ -130,6 +154,29 @@ class LocalProgram:
         kept = {mark + name: each[name] for mark, each in ((_MEAN, means), (_SQUARE, squares)) for name in gradient}
         return direction, kept
 
+    @property
+    def _alternates(self) -> bool:
+        """Whether some steps leave the shared or the personal part as it is."""
+        return any(type(method).moves is not Method.moves for method in self.methods)
+
+    def _moved(self, step: Tensor | int, before: Params, after: Params) -> Params:
+        """Return the tensors after a step, and as they were before it for the part that it does not move."""
+        for method in self.methods:
+            for moves, own in zip(method.moves(step), (False, True), strict=True):
+                for name in after:
+                    if (name not in self.layout.names) == own:
+                        after = after | {name: torch.where(torch.as_tensor(moves), after[name], before[name])}
+        return after
+
+    def _memory_terms(self, memory: Params, shared: Params, clip_norm: Tensor | float) -> list[Params]:
+        """Return what methods add to the gradient, given what they remember on this client."""
+        terms = (
+            method.state_term(remembered(method, self.layout, memory), shared, clip_norm)
+            for method in self.methods
+            if method.client_state(self.layout)
+        )
+        return [term for term in terms if term is not None]
+
     def score(self, start: Params, delta: Params, batch: Batch) -> Params:
         """Return Σ ∇f over these samples at the end point, in evaluation mode and without what the methods add."""
         batch = batch._replace(inputs=as_input(batch.inputs))
@@ -137,7 +184,7 @@ class LocalProgram:
 
     def shape(self, which: int, delta: Params, total: Params, count: Tensor) -> Params:
         """Let method number `which` shape the update, given the sum of `count` samples' gradients."""
-        gradient = {name: tensor / count for name, tensor in total.items()}
+        gradient = {name: total[name] / count for name in delta}
         return self.methods[which].shape_update(delta, gradient, self.layout)
 
     def _viewed(self, batch: Batch, seed: Tensor, step: Tensor | int) -> Batch:
@@ -221,13 +268,15 @@ def batched_score(program: LocalProgram) -> Callable[..., Params]:
 
 def run_steps(
     step: Callable[..., tuple[Params, Params]], local: LocalTraining,
-    start: Params, clip_norm: Tensor, x: Inputs, y: Tensor, plan: Tensor, seeds: Tensor,
+    start: Params, clip_norm: Tensor, x: Inputs, y: Tensor, plan: Tensor, seeds: Tensor, own: Params | None = None,
 ) -> Params:  # fmt: skip
-    """Run Q local steps from Δ = 0."""
+    """Run Q local steps from Δ = 0; `own`: what stays on the client, which does not begin at zero."""
     delta = {name: zeros_for(tensor, seeds.shape) for name, tensor in start.items()}
     # Not the same tensors as Δ: a tracer would take the two for one.
     marks = [_MEAN, _SQUARE] if local.optimizer == "adam" else [""] if local.momentum else []
     velocity = {mark + name: torch.zeros_like(tensor) for mark in marks for name, tensor in delta.items()}
+    for name, tensor in (own or {}).items():
+        delta[name] = delta[name].copy_(tensor) if name in delta else tensor
     for q, batch in enumerate(read_batches(x, y, plan, local.learning_rate)):
         delta, velocity = step(start, delta, velocity, clip_norm, batch, seeds, q)
     return delta
@@ -236,19 +285,38 @@ def run_steps(
 def local_update(job: ClientJob, steps: Steps, shard: Shard, work: Work) -> Trained:
     """Run Q local steps and the methods' shaping. `work` has a leading dimension of clients, or none for one client."""
     clip_norm = torch.tensor(job.clip_norm, device=work.seeds.device)
-    delta = steps.train(job.start, clip_norm, shard.x, shard.y, work.plan, work.seeds)
+    start, row = job.start, None
+    if job.personal is None:
+        delta = whole = steps.train(start, clip_norm, shard.x, shard.y, work.plan, work.seeds)
+    else:
+        assert work.personal is not None
+        start, own = job.personal.begin(start, work.personal)
+        whole = steps.train(start, clip_norm, shard.x, shard.y, work.plan, work.seeds, own)
+        delta = {name: whole[name] for name in job.layout.names}  # all that anybody else will ever see
+        row = job.personal.end(_remember(job, whole, delta, clip_norm, work.seeds.dim()), work.personal)
     if all(method.score_batch == "none" for method in job.methods):
         update = job.layout.flatten(delta)
-        return Trained(update, _norm({"all": update}, work.seeds.dim()))
+        return Trained(update, _norm({"all": update}, work.seeds.dim()), row)
     trained_norm = _norm(delta, work.seeds.dim())
     for which, method in enumerate(job.methods):
         if method.score_batch != "none":
             chunks = work.samples if method.score_batch == "full" else work.plan[..., -1:, :]
-            delta = steps.shape(which, delta, *_score_gradient(job, steps, delta, shard, chunks))
-    return Trained(job.layout.flatten(delta), trained_norm)
+            score = _score_gradient(start, steps, whole | delta, shard, chunks)
+            delta = steps.shape(which, delta, *score)
+    return Trained(job.layout.flatten(delta), trained_norm, row)
 
 
-def _score_gradient(job: ClientJob, steps: Steps, delta: Params, shard: Shard, chunks: Tensor) -> tuple[Params, Tensor]:
+def _remember(job: ClientJob, whole: Params, delta: Params, clip_norm: Tensor, lead: int) -> Params:
+    """Return all tensors after local steps, with what the methods remember of them."""
+    for method in job.methods:
+        if method.client_state(job.layout):
+            next_state = torch.func.vmap(method.next_state, in_dims=(0, 0, None)) if lead else method.next_state
+            state = next_state(remembered(method, job.layout, whole), delta, clip_norm)
+            whole = whole | {memory_name(method, key): tensor for key, tensor in state.items()}
+    return whole
+
+
+def _score_gradient(start: Params, steps: Steps, delta: Params, shard: Shard, chunks: Tensor) -> tuple[Params, Tensor]:
     """Return Σ ∇f at the end point and over how many samples; chunk by chunk to save memory.
 
     How many chunks there are depends on the block's largest client. A chunk in which a client has no samples leaves
@@ -257,7 +325,7 @@ def _score_gradient(job: ClientJob, steps: Steps, delta: Params, shard: Shard, c
     total: Params | None = None
     present = (chunks >= 0).any(-1)  # [*clients, chunks]
     for which, batch in enumerate(read_batches(shard.x, shard.y, chunks)):
-        part = steps.score(job.start, delta, batch)
+        part = steps.score(start, delta, batch)
         total = part if total is None else add_where(present[..., which], total, part)
     assert total is not None
     return total, (chunks >= 0).sum((-1, -2)).clamp(min=1)
@@ -270,21 +338,24 @@ def train_block(job: ClientJob, shard: Shard, work: Work, vectorise: bool, steps
     """
     if vectorise:
         return clip_block(local_update(job, steps or many_clients(job.program), shard, work), job)
-    rows = zip(work.plan, work.samples, work.seeds, strict=True)
+    own = [None] * len(work) if work.personal is None else work.personal
+    rows = zip(work.plan, work.samples, work.seeds, own, strict=True)
     return join_blocks([train_alone(job, one_client(job.program), shard, Work(*row)) for row in rows])
 
 
 def train_alone(job: ClientJob, steps: Steps, shard: Shard, work: Work) -> Block:
     """Train one client from the first step to the clip: a block of one."""
     trained = local_update(job, steps, shard, work)
-    return clip_block(Trained(trained.update[None], trained.trained_norm[None]), job)
+    own = None if trained.personal is None else trained.personal[None]
+    return clip_block(Trained(trained.update[None], trained.trained_norm[None], own), job)
 
 
 def join_blocks(blocks: list[Block]) -> Block:
     """Put blocks together, in their order."""
     bounded = Bounded(torch.cat([block.bounded.value for block in blocks]), blocks[0].bounded.l2_bound)
-    norms = [torch.cat([getattr(block, name) for block in blocks]) for name in ("trained_norms", "norms")]
-    return Block(bounded, *norms)
+    trained, norms = (torch.cat([getattr(block, name) for block in blocks]) for name in ("trained_norms", "norms"))
+    own = [block.personal for block in blocks if block.personal is not None]
+    return Block(bounded, trained, norms, torch.cat(own) if own else None)
 
 
 def _norm(delta: Params, lead: int) -> Tensor:

@@ -143,23 +143,24 @@ def as_function(module: nn.Module, half: bool = False) -> ModuleFunction:
     return ModuleFunction(module, half)
 
 
-def initial_vector(module: nn.Module) -> Tensor:
-    """Return the module's trainable tensors as one float32 vector [d]; a copy."""
+def initial_vector(module: nn.Module, layout: Layout | None = None) -> Tensor:
+    """Return the module's trainable tensors, or those of a layout, as one float32 vector [d]; a copy."""
     tensors = {name: tensor.detach() for name, tensor in trainable_tensors(module).items()}
-    return Layout.of(module).flatten(tensors).float()
+    return (layout or Layout.of(module)).flatten(tensors).float()
 
 
-def load_vector(module: nn.Module, vector: Tensor) -> None:
+def load_vector(module: nn.Module, vector: Tensor, layout: Layout | None = None) -> None:
     """Write a flat vector back into a module, for those who want the trained nn.Module itself."""
-    layout = Layout.of(module)
+    layout = layout or Layout.of(module)
     if tuple(vector.shape) != (layout.total,):
         raise ModelError(
             f"a vector of shape {tuple(vector.shape)} does not fit a model with {layout.total} trainable "
             "parameters; pass the vector that was trained with this model"
         )
     with torch.no_grad():
-        for tensor, value in zip(trainable_tensors(module).values(), layout.unflatten(vector).values(), strict=True):
-            tensor.copy_(value)
+        tensors = trainable_tensors(module)
+        for name, value in layout.unflatten(vector).items():
+            tensors[name].copy_(value)
     _refresh_recurrent(module)
 
 
@@ -184,6 +185,12 @@ def trainable_tensors(module: nn.Module) -> dict[str, nn.Parameter]:
 def add(a: Params, b: Params, scale: float = 1.0) -> Params:
     """Return a + scale·b."""
     return {name: torch.add(a[name], b[name], alpha=scale) for name in a}
+
+
+def join(a: Params, b: Params) -> Params:
+    """Return a + b; where only one of them has a tensor, that one's."""
+    both = {name: torch.add(tensor, b[name]) for name, tensor in a.items() if name in b}
+    return a | b | both
 
 
 def add_where(chosen: Tensor, a: Params, b: Params) -> Params:

@@ -41,6 +41,10 @@ class Sampler(Protocol):
     @property
     def description(self) -> str: ...
 
+    @property
+    def independent(self) -> bool:
+        """Whether one client's taking part says nothing about another's: what clients remember needs it."""
+
     def cohort(self, rng: Rng) -> Tensor:
         """Draw sorted client ids, int64; possibly none."""
 
@@ -82,6 +86,10 @@ class PoissonSampler:
         return math.sqrt(self.clients * self.rate * (1 - self.rate))
 
     @property
+    def independent(self) -> bool:
+        return True
+
+    @property
     def description(self) -> str:
         seen = "; how many came can be seen, so sampling amplifies nothing" if self._exposed else ""
         return f"Poisson: each of {self.clients:,} clients joins a round with probability {self.rate:g}{seen}"
@@ -121,6 +129,10 @@ class FixedSizeSampler:
         return 0.0
 
     @property
+    def independent(self) -> bool:
+        return self.size == self.clients
+
+    @property
     def description(self) -> str:
         return f"fixed size: {self.size:,} of {self.clients:,} clients a round, without replacement"
 
@@ -149,6 +161,10 @@ class FullSampler:
     @property
     def cohort_spread(self) -> float:
         return 0.0
+
+    @property
+    def independent(self) -> bool:
+        return True
 
     @property
     def description(self) -> str:

@@ -167,6 +167,7 @@ class Statement:
                 "infinite_because": unprotected([self.books, *self.also]),
             },
             "tuning": self.tuning or None,
+            "personal": self.config.get("personal") or None,
             "assumed": assumed(self.seeded, self.privacy.sampling),
             "not_protected": not_protected(
                 self.in_floats, self.privacy.votes, self.scored, self.start, self.summary.headline[0]
@@ -214,6 +215,23 @@ class Statement:
         uncounted = "" if recorded or self.also or not self.tuning else "what that cost is not counted here"
         unknown = "how they were chosen is not recorded; if on these clients, it is not free"
         return "; ".join(filter(None, (recorded, self.tuning, uncounted))) or unknown
+
+    def personal(self) -> str:
+        """Say what stays on each client, and what that means; nothing where all is shared."""
+        names, here = self.config.get("personal") or [], (self.run / "personal").exists()
+        if not names and not here:
+            return ""
+        what = f"its own {', '.join(names)}" if names else "what its local method remembers"
+        where = (
+            "in this simulation the folder personal/ holds it, local only, for the machine's owner"
+            if here
+            else "it stays on the clients' own machines"
+        )
+        return (
+            f"each client keeps {what}: trained without noise, never bounded, sent or released; {where}. "
+            "ε covers the shared part of the model; it covers no client against someone who is shown that client's "
+            "personal part, or predictions made with it"
+        )
 
     def notice(self) -> str:
         """Say what a reader must know first; nothing for a private run with a whole ledger."""

@@ -66,6 +66,11 @@ def has_checkpoint(folder: Path) -> bool:
     return bool(_newest_first(folder))
 
 
+def oldest_checkpoint(folder: Path) -> int:
+    """Return the round of the oldest checkpoint that a run may fall back to."""
+    return int(_newest_first(folder)[-1].stem.removeprefix("round-"))
+
+
 def _load(path: Path) -> Checkpoint:
     data = read_bytes(path, most=_MOST_BYTES)
     length = int.from_bytes(data[:8], "little")

@@ -36,15 +36,16 @@ from fedblur.engines import suitable_threads
 from fedblur.engines.cohort_sum import Connect
 from fedblur.engines.distributed import Ranks, demand_one_process, together
 from fedblur.learning.evaluation import Measured, fairness, measure
-from fedblur.learning.module_function import copied, initial_vector, load_vector
+from fedblur.learning.module_function import Layout, Params, copied, initial_vector, load_vector
 from fedblur.learning.tasks import Classification, Loss, Own, OwnLoss
 from fedblur.privacy.claim import to_json, unclaimed
-from fedblur.training.checkpoint import Checkpoint, save_checkpoint
+from fedblur.training.checkpoint import Checkpoint, oldest_checkpoint, save_checkpoint
 from fedblur.training.checks import check_arguments, note_divergence
+from fedblur.training.client_rows import read_personal
 from fedblur.training.machine import Machine
 from fedblur.training.round import client_job, run_round
 from fedblur.training.run_folder import RunFolder, RunSummary, default_folder
-from fedblur.training.server import ServerState, published
+from fedblur.training.server import FIRST_ROW, ServerState, published
 from fedblur.training.setup import Setup, prepare
 from fedblur.training.summary import summarise
 
@@ -81,6 +82,21 @@ class Run:
     def epsilon(self) -> float:
         """The ε that the run spent, under its accountant."""
         return self.record.privacy.epsilon
+
+    def personal(self, client: int) -> nn.Module:
+        """Return a client's own model: the trained weights, and its personal parameters as this run kept them.
+
+        It is for that client alone (docs/personal.md). A client that never trained has the initial ones, as `module`.
+        """
+        kept = RunFolder(self.path).personal
+        if not kept.exists():
+            raise RunError(f"{self.path} keeps no personal parameters: its configuration has none, or its clients do")
+        module = copied(self.module)
+        own = read_personal(kept, client)
+        if own is not None:
+            layout, tensors = Layout.of(module), dict(module.named_parameters())
+            load_vector(module, layout.flatten({**tensors, **own}))
+        return module
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -151,6 +167,11 @@ def train(
             state = setup.protocol.server.init(setup.initial)
             if config.averaging is not None:
                 state = config.averaging.init(state)
+            if setup.protocol.personal is not None:
+                state = replace(state, buffers={**state.buffers, FIRST_ROW: setup.protocol.personal.initial})
+            setup = setup.keeping_rows(folder.personal, state)
+            if setup.rows is not None:
+                setup.rows.begin()
             _save(folder, setup, state, resolved)
             return dismiss(ranks, setup, run_loop(folder, setup, state, resolved, [], watch, on_evaluate))
 
@@ -298,7 +319,7 @@ def _row(
         "seconds": round(time.perf_counter() - began, 4), "local_only": local_only,
     }  # fmt: skip
     if state.round == config.rounds and not setup.federation.remote:  # whose clients' data stay on their own machines
-        model = setup.protocol.layout.unflatten(published(state, config.averaging))
+        model = whole_model(setup, published(state, config.averaging))
         row["local_only"] |= fairness(
             setup.protocol.forward, model, setup.federation, setup.held_out, config.method, config.test_views,
             setup.protocol.task, setup.metrics[0],
@@ -306,17 +327,24 @@ def _row(
     return row
 
 
+def whole_model(setup: Setup, vector: Tensor) -> Params:
+    """Return the released vector as tensors; personal parameters are those of a client that never trained."""
+    personal = setup.protocol.personal
+    first = {} if personal is None else personal.first()
+    return setup.protocol.layout.unflatten(vector) | {name: tensor.to(vector.device) for name, tensor in first.items()}
+
+
 def held_out_figures(setup: Setup, vector: Tensor, on_evaluate: Examine | None = None) -> Measured:
     """Measure metrics and loss of a model on held-out data, and what a function of the user's finds."""
     config, protocol = setup.config, setup.protocol
     measured = measure(
-        protocol.forward, protocol.layout.unflatten(vector), setup.held_out, protocol.task, setup.metrics,
-        config.method, config.test_views,
+        protocol.forward, whole_model(setup, vector), setup.held_out, protocol.task, setup.metrics, config.method,
+        config.test_views,
     )  # fmt: skip
     if on_evaluate is None:
         return measured
     model = copied(setup.module)  # the user may change it as they like
-    load_vector(model, vector)
+    load_vector(model, Layout.of(model).flatten(whole_model(setup, vector)))
     with torch.no_grad():
         found = examined(on_evaluate, model.eval(), measured.figures)
     return measured._replace(figures=measured.figures | found)
@@ -329,7 +357,8 @@ def _finish(folder: RunFolder, setup: Setup, state: ServerState, rows: list[Row]
     was spent is written again.
     """
     layout, vector, round_ = setup.protocol.layout, published(state, setup.config.averaging), state.round
-    if not folder.write_model(layout.unflatten(vector.cpu()), round_):
+    personal = () if setup.protocol.personal is None else setup.protocol.personal.parameters
+    if not folder.write_model(layout.unflatten(vector.cpu()), round_, personal):
         round_, vector = folder.model_round(), layout.flatten(folder.read_model()).to(vector.device)
     if state.round == setup.config.rounds:
         setup.protocol.ledger.settle()
@@ -338,10 +367,14 @@ def _finish(folder: RunFolder, setup: Setup, state: ServerState, rows: list[Row]
         measured = measured._replace(figures=figures_of(rows[-1]) | measured.figures)
     record = summarise(setup, state, round_, rows, measured)
     folder.write_summary(record)
-    load_vector(setup.module, vector.to(setup.initial.device))
+    load_vector(setup.module, Layout.of(setup.module).flatten(whole_model(setup, vector.to(setup.initial.device))))
     return Run(folder.path, record, setup.module.eval(), rows)
 
 
 def _save(folder: RunFolder, setup: Setup, state: ServerState, resolved: dict[str, Any]) -> None:
     about = {"config": resolved, **setup.remembered()}
+    if setup.rows is not None:
+        setup.rows.settle(state.round)
     save_checkpoint(folder.checkpoints, Checkpoint(state.round, state.tensors(), about))
+    if setup.rows is not None:
+        setup.rows.checkpointed(state.round, oldest_checkpoint(folder.checkpoints))

@@ -25,7 +25,7 @@ from fedblur.training.checks import check_arguments
 from fedblur.training.loop import Run, assist, config_of, connected, dismiss, greet, run_loop, trainable_of
 from fedblur.training.machine import Machine
 from fedblur.training.run_folder import RunFolder
-from fedblur.training.server import ServerState
+from fedblur.training.server import FIRST_ROW, ServerState
 from fedblur.training.setup import Setup, demand_same_roles, prepare
 
 
@@ -85,6 +85,11 @@ def resume(
             _demand_budget(folder, setup, state)
             if folder.model_round() <= state.round and state.round < config.rounds:
                 remove(folder.summary)  # of what was there when the run stopped; wrong from now on
+            if setup.protocol.personal is not None and FIRST_ROW not in state.buffers:
+                raise RunError(f"the checkpoint of {path} has no initial personal parameters; restore it from a copy")
+            setup = setup.keeping_rows(folder.personal, state)
+            if setup.rows is not None:
+                setup.rows.restore(state.round)
             rows = folder.truncate_rounds(state.round)
             watch = with_header(setup.header, tell, watch)
             return dismiss(ranks, setup, run_loop(folder, setup, state, resolved, rows, watch, on_evaluate))

@@ -20,6 +20,7 @@ from fedblur.engines.cohort_sum import Diagnostics
 from fedblur.learning.client import ClientJob
 from fedblur.learning.methods import Method
 from fedblur.learning.module_function import Forward, Layout
+from fedblur.learning.personal import Personal
 from fedblur.learning.tasks import Classification, Task
 from fedblur.privacy.accounting import PrivacyPlan
 from fedblur.privacy.clipping import Bounding, Message
@@ -28,6 +29,7 @@ from fedblur.privacy.mechanisms import Mechanism
 from fedblur.privacy.mechanisms.base import Release
 from fedblur.privacy.sampling import each_once
 from fedblur.training.adaptive_clipping import Adaptive
+from fedblur.training.client_rows import ClientRows
 from fedblur.training.denoise import Denoise
 from fedblur.training.public_mask import Mask
 from fedblur.training.server import Averaging, Server, ServerState
@@ -53,6 +55,8 @@ class Protocol:
     mask: Mask | None = None
     denoise: Denoise | None = None
     task: Task = field(default_factory=Classification)
+    personal: Personal | None = None  # what stays on clients
+    rows: ClientRows | None = None  # where this process keeps it for them; None: they keep it themselves
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,9 @@ def run_round(protocol: Protocol, state: ServerState, rng: Rng) -> RoundResult:
     if not each_once(cohort):
         raise PrivacyError(f"round {round_}: the sampler names a client twice; a cohort has rising client numbers")
     job = client_job(protocol, state)
+    rows = None if protocol.rows is None else protocol.rows.fetch(cohort, round_)
+    if job.personal is not None and rows is not None:
+        job = replace(job, personal=replace(job.personal, rows=rows))
     width, bound = job.message.width(protocol.layout.total), job.message.l2_bound(job.clip_norm)
     release = Release(width, bound, plan.noise_multiplier, len(cohort), state.theta.device, round_)
     noise = protocol.mechanism.draw(release, rng)  # beside the clients' training: it depends on no data
@@ -86,6 +93,8 @@ def run_round(protocol: Protocol, state: ServerState, rng: Rng) -> RoundResult:
         return RoundResult(replace(state, round=round_), figures | {"aborted": str(reason)})
     noisy = protocol.mechanism.release(total, release, noise())
 
+    if protocol.rows is not None and rows is not None:
+        protocol.rows.stage(round_, rows)  # no release: nobody but these clients sees them
     payment.settle()  # on disk before anything leaves (invariant 6)
     update, bits = job.message.decode(noisy, protocol.layout.total)
     mean = update / plan.expected_cohort  # the constant pN, never len(cohort) (invariant 3)
@@ -113,5 +122,6 @@ def client_job(protocol: Protocol, state: ServerState) -> ClientJob:
         )
     message = Message(protocol.bounding, support, bit_weight)
     return ClientJob(
-        protocol.forward, protocol.layout, start, protocol.local, protocol.methods, clip_norm, message, protocol.task
-    )
+        protocol.forward, protocol.layout, start, protocol.local, protocol.methods, clip_norm, message, protocol.task,
+        protocol.personal,
+    )  # fmt: skip

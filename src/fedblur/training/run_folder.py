@@ -21,7 +21,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -45,6 +45,7 @@ from fedblur.core.files import (
     read_json_if_there,
     read_json_lines,
     remove,
+    remove_folder,
     sync_file,
     write_atomically,
 )
@@ -130,6 +131,7 @@ class RunFolder:
         self.ledger = path / "ledger.jsonl"
         self.lock = path / ".lock"
         self.checkpoints = path / "checkpoints"
+        self.personal = path / "personal"  # what stays on clients, in a simulation
         self.model = path / "model.safetensors"
         self.summary = path / "summary.json"
 
@@ -186,7 +188,7 @@ class RunFolder:
             if not mine:
                 raise FolderInUse(f"{self.path} is in use by another process; wait until that ends")
             try:
-                for folder in (self.path, self.checkpoints):
+                for folder in (self.path, self.checkpoints, self.personal):
                     clear_temporaries(folder)
                 yield
             finally:
@@ -222,6 +224,7 @@ class RunFolder:
         if stage == "broken":
             self.demand_begun()
         self.abandon()
+        remove_folder(self.personal)
         remove(self.rounds, self.model, self.summary)  # of a run whose checkpoints and ledger were removed by hand
         write_atomically(self.config, (json.dumps(json.loads(canonical(resolved)), indent=2) + "\n").encode())
 
@@ -232,6 +235,7 @@ class RunFolder:
         folder that is left half taken back is still `prepared`.
         """
         if self.stage() in ("empty", "prepared"):
+            remove_folder(self.personal)
             remove(self.ledger, self.engine, self.config)
 
     # --- what is written ---
@@ -283,11 +287,15 @@ class RunFolder:
         write_atomically(self.rounds, "".join(json.dumps(row) + "\n" for row in rows).encode(), private=True)
         return rows
 
-    def write_model(self, tensors: Mapping[str, Tensor], round_: int) -> bool:
-        """Write the model of this round, unless the one that is there is of a later round. Return whether it did."""
+    def write_model(self, tensors: Mapping[str, Tensor], round_: int, personal: Sequence[str] = ()) -> bool:
+        """Write the model of this round, unless the one that is there is of a later round. Return whether it did.
+
+        `personal`: the parameters that are not in it, since each client has its own; the file says so.
+        """
         if self.model_round() > round_:
             return False
-        write_atomically(self.model, save({name: tensor.clone() for name, tensor in tensors.items()}, _made(round_)))
+        copies = {name: tensor.clone() for name, tensor in tensors.items()}
+        write_atomically(self.model, save(copies, _made(round_, personal)))
         return True
 
     def model_round(self) -> int:
@@ -382,8 +390,8 @@ class RunFolder:
         return {name: hashlib.sha256(content).hexdigest() for name, content in parts.items()}
 
 
-def _made(round_: int) -> dict[str, str]:
-    return {"fedblur": json.dumps({"round": round_})}
+def _made(round_: int, personal: Sequence[str]) -> dict[str, str]:
+    return {"fedblur": json.dumps({"round": round_, **({"personal": list(personal)} if personal else {})})}
 
 
 def _is_row(row: Mapping[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 In: the noisy sum divided by the constant pN, `mean_update` [d]. Out: a new ServerState; inputs are not
 changed. Rounds count from 0. All that an optimiser or an average remembers lies in `ServerState.buffers`,
 under names that start with "server.", "averaging." or "clipping.", so that one flat dict of tensors is the whole
-checkpoint.
+checkpoint. With personal parameters it holds the row with which clients begin, too.
 
     state = averaging.init(server.init(theta))
     state = server.step(state, mean_update, round_=t, rounds=T, noise_std=σS/(pN))
@@ -24,6 +24,8 @@ from torch import Tensor
 
 from fedblur.core.errors import ConfigError
 from fedblur.core.registry import register
+
+FIRST_ROW = "personal.first"  # the buffer [k] with what stays on clients, as it is before their first round
 
 
 @dataclass(frozen=True)

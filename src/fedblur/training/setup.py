@@ -36,6 +36,7 @@ from fedblur.learning.module_function import (
     copied,
     initial_vector,
 )
+from fedblur.learning.personal import FirstRows, Personal, shared_layout
 from fedblur.learning.tasks import Task
 from fedblur.privacy import events
 from fedblur.privacy.accounting import PrivacyPlan, make_plan
@@ -45,9 +46,11 @@ from fedblur.privacy.ledger import Budget, Ledger, Subject, randomness_of
 from fedblur.privacy.mechanisms.base import mechanism_for
 from fedblur.privacy.population_account import account_of, covers
 from fedblur.training.checks import cautions, check_fit, check_task
+from fedblur.training.client_rows import RowsInMemory, RowsOnDisk
 from fedblur.training.machine import Machine
 from fedblur.training.own_parts import audited, own_parts
 from fedblur.training.round import Protocol
+from fedblur.training.server import FIRST_ROW, ServerState
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,26 @@ class Setup:
         if self.source.engine is None:
             raise PrivacyError("no client is simulated here: a federation's data stay on its nodes")
         return self.source.engine
+
+    @property
+    def rows(self) -> RowsOnDisk | None:
+        """Return where a run keeps what stays on clients; None where nothing does, or where they keep it themselves."""
+        rows = self.protocol.rows
+        return rows if isinstance(rows, RowsOnDisk) else None
+
+    def keeping_rows(self, folder: Path, state: ServerState) -> Setup:
+        """Return the same run with what stays on its clients kept in this folder.
+
+        The state says with which row clients begin: a model that is made again may have other initial values.
+        """
+        personal = self.protocol.personal
+        if personal is None:
+            return self
+        first = state.buffers[FIRST_ROW].cpu()
+        personal = replace(personal, initial=first, rows=FirstRows(first))
+        here = self.protocol.rows is not None
+        rows = RowsOnDisk(folder, personal, self.protocol.plan.sampler.clients) if here else None
+        return replace(self, protocol=replace(self.protocol, personal=personal, rows=rows))
 
     @property
     def protects(self) -> bool:
@@ -127,11 +150,19 @@ def prepare(
     plan = plan_for(config, data.train.clients + canaries, layout.total)
     if config.clipping is not None:
         config.clipping.vector_multiplier(plan.noise_multiplier, plan.expected_cohort)  # refuses before a round
+    personal = Personal.of(module, layout, config.method)
+    if personal is not None and not getattr(plan.sampler, "independent", False):  # which other people's samplers lack
+        raise PrivacyError(
+            f"sampling={config.sampling.part_name!r} does not go with what clients keep between rounds: what others "
+            'remember would hint at who took part (docs/personal.md); use sampling = "poisson"'
+        )
     forward = as_function(trained, half)
     if named and not constants(module):  # which differ with the seed
         forward = _forward(config.model, shape, width_of(config.task, data), half, device)
     start, message = layout.unflatten(initial), Message(config.bounding)
-    job = ClientJob(forward, layout, start, config.local, config.method, config.clip_norm, message, config.task)
+    job = ClientJob(
+        forward, layout, start, config.local, config.method, config.clip_norm, message, config.task, personal
+    )
     work = Work(job, trained, data.test, classes, plan.expected_cohort, config.rounds)
     private = rng.private and plan.noise_multiplier > 0
     own = own_parts(config, None if named else module)
@@ -156,6 +187,8 @@ def prepare(
         mask=config.mask,
         denoise=config.denoise,
         task=config.task,
+        personal=personal,
+        rows=RowsInMemory(personal.initial) if personal is not None and not data.remote else None,
     )
     held, fixed = held_out(config, data), constants_digest(module)
     return Setup(config, data, module, initial, protocol, rng, held, source, fixed, own)
@@ -183,8 +216,8 @@ def data_and_model(
         choose_trainable(module, trainable)
     data = as_read_by(module, data)
     check_task(config, data, check_reading(module, config.task, data))
-    layout, initial = Layout.of(module), initial_vector(module).to(device)
-    return data, for_training(module.to(device)), layout, initial
+    layout = shared_layout(module, config.personal)
+    return data, for_training(module.to(device)), layout, initial_vector(module, layout).to(device)
 
 
 def width_of(task: Task, data: Federation) -> int:

@@ -105,7 +105,10 @@ def clipping_rule(protocol: Protocol) -> str:
 
 def evaluated_on(config: Config) -> str:
     """Say which data the metrics are of, and how often each sample was looked at."""
-    return config.evaluate if config.test_views == 1 else f"{config.test_views} views of each of the {config.evaluate}"
+    looked = (
+        config.evaluate if config.test_views == 1 else f"{config.test_views} views of each of the {config.evaluate}"
+    )
+    return f"{looked} (initial personal parts)" if config.personal else looked
 
 
 def untuned(config: Config) -> str:

@@ -41,6 +41,7 @@ from fedblur.privacy.laws import Check, CohortLog, NoiseLog, messages_fit
 from fedblur.privacy.ledger import Budget, Ledger
 from fedblur.privacy.mechanisms.base import mechanism_for
 from fedblur.privacy.sampling import Sampler
+from fedblur.training.client_rows import RowsInMemory
 from fedblur.training.machine import Machine
 from fedblur.training.round import Protocol, client_job, run_round
 from fedblur.training.server import ServerState, published
@@ -183,7 +184,11 @@ class Stage:
         """Run all rounds of one run on those who exist."""
         plan, ids = self.plan, self._existing(there)
         actual = self.setup.config.sampling.sampler(len(ids), self.setup.config.sample_rate)
-        protocol = replace(self.protocol, plan=replace(plan, sampler=Existing(plan.sampler, actual, ids)))
+        own = self.protocol.personal  # which a method may have: nobody remembers another trial
+        protocol = replace(
+            self.protocol, plan=replace(plan, sampler=Existing(plan.sampler, actual, ids)),
+            rows=None if own is None else RowsInMemory(own.initial),
+        )  # fmt: skip
         state, rounds = first_state(protocol, self.setup.initial), []
         for round_ in range(1, plan.rounds + 1):
             rounds.append(self._round(protocol, state, rng.child("round", round_)))
@@ -337,6 +342,10 @@ class Existing:
         return self.nominal.cohort_spread
 
     @property
+    def independent(self) -> bool:
+        return self.nominal.independent
+
+    @property
     def description(self) -> str:
         return f"{self.nominal.description}; {len(self.ids)} clients exist"
 
@@ -401,7 +410,11 @@ def directions_of(setup: Setup) -> Tensor:
 def prepared(config: Config, folder: Path, machine: Machine, module: nn.Module, population: Packed) -> Setup:
     test = Samples(each_input(population.x, lambda x: x[:1]), population.y[:1])
     federation = Federation("a worst case", population, None, 0, test, public=True)
-    plain = replace(config, population=None, clients=None, evaluate="test", test_views=1)
+    methods = tuple(method for method in config.method if not method.needs_personal)  # the tiny model has no such part
+    plain = replace(
+        config, population=None, clients=None, evaluate="test", test_views=1, personal=(), personal_steps=0,
+        method=methods,
+    )  # fmt: skip
     return prepare(plain, folder / f"setup-{population.clients}.jsonl", machine, federation, module)
 
 

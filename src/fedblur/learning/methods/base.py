@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -21,13 +21,19 @@ Gradient = Callable[[Params], Params]
 ClipNorm = Tensor | float  # a tensor in compiled code, which would otherwise be compiled again for every value
 Score = Literal["none", "full", "last"]
 # Every other hook changes local steps. A hook that is missing here costs a compilation, never its effect.
-_OUTSIDE_STEPS = {"score_batch", "shape_update", "check", "check_task", "steers_steps", "bends_gradient"}
+_OUTSIDE_STEPS = {
+    "score_batch", "shape_update", "check", "check_task", "steers_steps", "bends_gradient", "needs_personal",
+    "next_state",
+}  # fmt: skip
 
 
 class Method:
-    """Hooks of local training; each does nothing unless a part overrides it."""
+    """Hooks of local training; each does nothing unless a part overrides it.
 
-    part_name: ClassVar[str]
+    `delta` is the shared part alone: what stays on a client is none of a method's business, but for `moves`.
+    """
+
+    part_name: ClassVar[str]  # set by @register
 
     @property
     def score_batch(self) -> Score:
@@ -49,6 +55,11 @@ class Method:
     def bends_gradient(self) -> bool:
         """Whether `wrap_gradient` must see the gradient itself, and not −η times it."""
         return type(self).wrap_gradient is not Method.wrap_gradient
+
+    @property
+    def needs_personal(self) -> bool:
+        """Whether the method makes no sense without personal parameters."""
+        return False
 
     def check(self, local: LocalTraining) -> None:
         """Refuse settings that do not fit the local training."""
@@ -85,6 +96,25 @@ class Method:
     def after_step(self, delta: Params, clip_norm: ClipNorm) -> Params:
         """Return the difference after a step, perhaps moved."""
         return delta
+
+    def moves(self, step: Tensor | int) -> tuple[Tensor | bool, Tensor | bool]:
+        """Return whether this step moves (the shared part, the client's personal part)."""
+        return True, True
+
+    def client_state(self, layout: Layout) -> Mapping[str, tuple[int, ...]]:
+        """Declare what the method remembers on each client: shapes by name, zeros before its first round.
+
+        It never leaves the client (docs/personal.md). `layout`: of the shared part.
+        """
+        return {}
+
+    def state_term(self, state: Params, delta: Params, clip_norm: ClipNorm) -> Params | None:
+        """Return what is added to the loss's gradient at this step, given what the client remembers."""
+        return None
+
+    def next_state(self, state: Params, delta: Params, clip_norm: ClipNorm) -> Params:
+        """Return what the client remembers after its local steps; `delta` is not yet shaped or clipped."""
+        return state
 
     def shape_update(self, delta: Params, gradient: Params, layout: Layout) -> Params:
         """Return the update before it is clipped."""
