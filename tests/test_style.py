@@ -141,7 +141,6 @@ def test_docstrings__that_begin_poorly_are_found(text: str, poor: bool) -> None:
 WRITERS = {
     "core/files.py": "the one writer",
     "privacy/ledger.py": "the chain, which appends",
-    "privacy/populations.py": "what a population has spent, under a lock",
     "core/cache_files.py": "caches, which are made again",
     "training/run_folder.py": "its lock file",
     "accel/kernels/native.py": "a cache of compiled kernels",
@@ -151,7 +150,6 @@ WRITERS = {
     "experiments/audit/isolation.py": "a scratch folder",
     "experiments/audit/worst_case.py": "a scratch folder",
     "report/plots.py": "pictures, which are drawn again",
-    "cli/deploy.py": "the template of a deployment",
 }
 _WRITING = {
     "write_text", "write_bytes", "unlink", "rmdir", "mkdir", "touch", "rename", "symlink_to", "savefig", "save_file",

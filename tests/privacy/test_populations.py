@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from fedblur.core import files
 from fedblur.core.errors import ConfigError, PrivacyError, RunError
-from fedblur.privacy import accounting, events, totals
+from fedblur.privacy import accounting, events, populations, totals
 from fedblur.privacy.events import Composed, FixedSizeSampled, Gaussian, PoissonSampled, PrivateSelection, SelfComposed
 from fedblur.privacy.ledger import Budget, Chain, Ledger, Randomness, read_spends
 from fedblur.privacy.population_account import Account, covers
@@ -501,12 +502,75 @@ def test_state__that_is_broken_is_refused_never_taken_for_nothing(
     (path,) = (crowd.folder / "runs").glob("*.json")
     path.write_text(broken)
     crowd.set_limit(Limit(9.0, DELTA))
-    with pytest.raises(RunError, match=r"runs/.*(restore it|not a JSON object)"):
+    with pytest.raises(RunError, match=r"runs/.*restore it"):
         opened(tmp_path / "b", crowd, 5)
-    path.unlink()
+    shutil.rmtree(crowd.folder)
+    crowd.set_limit(Limit(9.0, DELTA))
     (crowd.folder / "budget.json").write_text(broken)
     with pytest.raises(RunError, match=r"budget\.json"):
         opened(tmp_path / "b", crowd, 5)
+
+
+@pytest.mark.parametrize(("file", "old", "new"), [("runs", '"spent": 3', '"spent": 1'), ("budget.json", ".5", ".7")])
+def test_state__of_which_a_digit_changed_is_refused(
+    crowd: Population, tmp_path: Path, file: str, old: str, new: str
+) -> None:
+    """A count that became smaller would be a release that nobody counts."""
+    crowd.set_limit(Limit(2.5, DELTA))
+    spend(opened(tmp_path / "a", crowd, 3), 1, 2, 3)
+    (path,) = [path for path in crowd.folder.rglob("*.json") if file in str(path)]
+    assert path.read_text().count(old) == 1
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(RunError, match="its digest does not match; restore it"):
+        opened(tmp_path / "b", crowd, 1)
+    path.write_text(path.read_text().replace("digest", "Digest"))
+    with pytest.raises(RunError, match="its digest does not match; restore it"):
+        opened(tmp_path / "b", crowd, 1)
+
+
+def test_state__of_which_a_file_is_gone_is_refused(crowd: Population, tmp_path: Path) -> None:
+    for name in "ab":
+        spend(opened(tmp_path / name, crowd, 3), 1, 2)
+    (crowd.folder / "runs" / f"{entry(crowd, tmp_path / 'a').ledger}.json").unlink()
+    crowd.set_limit(Limit(2.5, DELTA))
+    for act in (crowd.entries, crowd.total, lambda: opened(tmp_path / "c", crowd, 1)):
+        with pytest.raises(RunError, match="is missing, and what it held is unknown; restore it"):
+            act()
+    (crowd.folder / "budget.json").unlink()
+    with pytest.raises(RunError, match=r"budget\.json is missing"):
+        crowd.limit()
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_state__of_a_new_run_that_is_killed_has_no_file_that_is_missing(
+    crowd: Population, tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crowd.set_limit(Limit(epsilon(10), DELTA))
+    left = [at]
+    real = populations._write
+
+    def dying(*given: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise Died
+        real(*given)
+
+    monkeypatch.setattr(populations, "_write", dying)
+    with pytest.raises(Died):
+        opened(tmp_path / "a", crowd, 8)
+    monkeypatch.setattr(populations, "_write", real)
+    spend(opened(tmp_path / "b", crowd, 8), 1)  # what the first one reserved and never began is freed
+
+
+def test_state__has_its_folder_s_name_on_disk_before_the_first_release(
+    crowd: Population, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power failure took a population's folder, and all that was counted in it, though results had left."""
+    synced: list[Path] = []
+    real = files.sync_folder
+    monkeypatch.setattr(files, "sync_folder", lambda folder: (synced.append(folder), real(folder))[1])
+    opened(tmp_path / "a", crowd, 5)
+    assert {crowd.folder, crowd.folder.parent, crowd.folder.parent.parent} <= {*synced}
 
 
 def test_state__that_cannot_be_written_is_one_line_with_the_way_out(
@@ -514,7 +578,7 @@ def test_state__that_cannot_be_written_is_one_line_with_the_way_out(
 ) -> None:
     (tmp_path / "a file").write_text("")
     monkeypatch.setenv("FEDBLUR_POPULATIONS", str(tmp_path / "a file"))
-    with pytest.raises(RunError, match=r"a file cannot be written: .*; set FEDBLUR_POPULATIONS to a folder$"):
+    with pytest.raises(RunError, match=r"a file cannot be made: .*; set FEDBLUR_POPULATIONS to a folder"):
         opened(tmp_path / "a", Population("crowd"), 5)
 
 

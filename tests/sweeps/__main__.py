@@ -28,6 +28,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--write", type=Path, help="a page whose table is renewed")
     parser.add_argument("--all-findings", action="store_true", help="print every finding, not the first of each kind")
     options = parser.parse_args(arguments)
+    if options.write and (options.count or options.case):
+        parser.error("--write needs all cases of a part; leave out --count and --case")
     os.environ["HF_HUB_OFFLINE"] = "1"  # no sweep reaches for the network
     os.environ["FEDBLUR_TIMING"] = "off"
     console, tallies = Console(soft_wrap=True), []
@@ -50,9 +52,10 @@ def main(arguments: list[str] | None = None) -> int:
                         console.print(f"{case.name}: {finding[0]}: {finding[1]}", markup=False, highlight=False)
             tallies.append(tally)
             console.print(tally.line(), markup=False, highlight=False)
-    if options.write:
-        page = options.write.read_text(encoding="utf-8")
-        options.write.write_text(renewed(page, tallies, datetime.now(UTC).date().isoformat()), encoding="utf-8")
+            if options.write:
+                page = options.write.read_text(encoding="utf-8")
+                today = datetime.now(UTC).date().isoformat()
+                options.write.write_text(renewed(page, [tally], today), encoding="utf-8")
     return int(any(tally.findings for tally in tallies))
 
 

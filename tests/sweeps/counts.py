@@ -85,25 +85,27 @@ class Tally:
 
 
 def renewed(page: str, tallies: Sequence[Tally], date: str) -> str:
-    """Return the page with a new table between its marks."""
+    """Return the page with the rows of these parts renewed; what it says of other parts stays."""
     before, rest = page.split(MARKS[0])
     table, after = rest.split(MARKS[1])
+    swept = {tally.part: tally for tally in tallies}
     lines = [_HEADER, "|---|" + "--:|" * 6]
-    swept = {WORDS[tally.part].lower() for tally in tallies}
-    kept = [line for line in table.splitlines() if line.startswith("| ") and "|--" not in line and line != _HEADER]
-    lines += [line for line in kept if not any(line.lower().strip("| *").startswith(name) for name in swept)]
-    for tally in tallies:
+    for part, words in WORDS.items():
+        tally = swept.get(part)
+        if tally is None:
+            lines += [line for line in table.splitlines() if line.lower().lstrip("| *").startswith(words.lower())]
+            continue
         for group in [*sorted(tally.cases), ""]:
             groups = [group] if group else list(tally.cases)
             count = sum(tally.cases[each] for each in groups)
             found = [sum(tally.findings[each, kind] for each in groups) for kind in KINDS]
-            name = f"{WORDS[tally.part].lower()}: {group}" if group else f"**{WORDS[tally.part]}, together**"
+            name = f"{words.lower()}: {group}" if group else f"**{words}, together**, {date}"
             figures = " | ".join(f"{number:,}" for number in (count, *found[:4], sum(found[4:])))
             lines.append(f"| {name} | {figures} |")
-    return f"{before}{MARKS[0]}\n\nOn {date}:\n\n" + "\n".join(lines) + f"\n\n{MARKS[1]}{after}"
+    return f"{before}{MARKS[0]}\n\n" + "\n".join(lines) + f"\n\n{MARKS[1]}{after}"
 
 
 def counted(page: str) -> dict[str, int]:
     """Read back how many cases a page reports, by part."""
-    found = re.findall(r"\*\*(.+?), together\*\* \| ([\d,]+)", page)
+    found = re.findall(r"\*\*(.+?), together\*\*, [\d-]+ \| ([\d,]+)", page)
     return {name: int(number.replace(",", "")) for name, number in found}

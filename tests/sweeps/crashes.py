@@ -15,11 +15,13 @@ from pathlib import Path
 from tests.sweeps.disk import Disk, Killed, Operation
 from tests.sweeps.worlds import (
     AUDIT,
+    CROWD,
     MACHINE,
     PROXY,
     SEARCH,
     Outcome,
     Releases,
+    at_home,
     demand,
     fresh,
     invoke,
@@ -27,6 +29,7 @@ from tests.sweeps.worlds import (
     shown_but_unpaid,
     spends,
     stopped,
+    uncounted,
     write_files,
 )
 
@@ -53,6 +56,21 @@ def _run(file: str, *more: str) -> tuple[str, ...]:
 
 def _ended(world: Path) -> None:
     demand(["run", f"{world}/private.toml", "--out", f"{world}/out/run", *MACHINE])
+
+
+def _crowded(world: Path) -> None:
+    demand(["population", "budget", "crowd", "--epsilon", "200", "--delta", "1e-3"])
+
+
+def _spent(world: Path) -> None:
+    """A run of the crowd that was killed, with more reserved than it used."""
+    _crowded(world)
+    stopped(world, "private.toml", world / "out/run", by=Killed, population="crowd")
+
+
+def _signing(world: Path) -> None:
+    _ended(world)
+    demand(["ledger", "key", f"{world}/operator"])
 
 
 def _table(world: Path) -> None:
@@ -84,6 +102,22 @@ COMMANDS: dict[str, Command] = {
     "audit": Command(("audit", "W/private.toml", "--out", "W/out/audit", *MACHINE, *AUDIT), "out/audit"),
     "statement": Command(("statement", "W/out/run"), "out/run", _ended),
     "report": Command(("report", "W/out/run"), "out/run", _ended),
+    "run, of a population": Command(_run("private.toml", *CROWD), "out/run", _crowded, resumes=True),
+    "resume, of a population": Command(("resume", "W/out/run", *MACHINE), "out/run", _spent),
+    "tune, of a population": Command(
+        ("tune", "W/private-grid.toml", "--out", "W/out/tuned", *MACHINE, *SEARCH, *CROWD), "out/tuned", _crowded
+    ),
+    "population budget": Command(
+        ("population", "budget", "crowd", "--epsilon", "300", "--delta", "1e-3"), "people", _spent
+    ),
+    "population reconcile": Command(("population", "reconcile", "crowd", "W/out/run"), "people", _ended),
+    "population close": Command(("population", "close", "W/out/run"), "people", _spent),
+    "ledger key": Command(("ledger", "key", "W/out/operator"), "out", lambda world: (world / "out").mkdir()),
+    "ledger sign": Command(("ledger", "sign", "W/out/run", "--key", "W/operator"), "out/run", _signing),
+    "ledger seal": Command(("ledger", "seal", "W/out/run", "--out", "W/out/seal"), "out/run", _ended),
+    "deploy init": Command(
+        ("deploy", "init", "W/out/federation", "--host", "localhost", "--clients", "2"), "out/federation"
+    ),
     "results --pack": Command(("results", "W/out/table", "--pack"), "out/table", _table),
 }
 
@@ -124,7 +158,7 @@ class Crashes:
             kept = self._kept(name)
             fresh(kept, self.world)
             disk = Disk(self.world)
-            with disk.active():
+            with at_home(self.world), disk.active():
                 demand(command.typed(self.world))
             self.operations = disk.operations
             self.expected[name] = _models(self.world / command.out)
@@ -145,12 +179,17 @@ class Crashes:
         if not kept.exists():
             shutil.rmtree(self.world, ignore_errors=True)
             write_files(self.world)
-            COMMANDS[name].before(self.world)
+            with at_home(self.world):
+                COMMANDS[name].before(self.world)
             shutil.copytree(self.world, kept)
         return kept
 
     def judge(self, point: Point) -> tuple[str, str] | None:
         """Crash at a point and follow the advice; return what is wrong, as (kind, words), or None."""
+        with at_home(self.world):
+            return self._judge(point)
+
+    def _judge(self, point: Point) -> tuple[str, str] | None:
         command, out = COMMANDS[point.command], self.world / COMMANDS[point.command].out
         fresh(self._kept(point.command), self.world)
         releases, model = Releases(), model_round(out)
@@ -164,7 +203,7 @@ class Crashes:
                 outcome = None
             if not disk.reached:
                 return "not reached", "the number of trials is random: this command had fewer operations"
-            if wrong := [*releases.underpaid(), *shown_but_unpaid(self.world)]:
+            if wrong := [*releases.underpaid(), *shown_but_unpaid(self.world), *uncounted(self.world)]:
                 return "underpaid", "; ".join(wrong)
             if outcome is not None and not _good(outcome):
                 if poor := _poor(outcome):
@@ -186,7 +225,7 @@ class Crashes:
                 if len(steps) > STEPS:
                     return "wedged", f"{len(steps)} steps: {'; '.join(steps[-3:])}: {said}"
                 outcome = invoke(now)
-                if wrong := releases.underpaid():
+                if wrong := [*releases.underpaid(), *uncounted(self.world)]:
                     return "underpaid", "; ".join(wrong)
                 if model_round(out) < model:
                     return "silently wrong", f"a model of round {model} became one of {model_round(out)}"
@@ -232,6 +271,8 @@ class Crashes:
                     *MACHINE,
                 ]
             return [*typed[:turn], typed[turn] + "-new", *typed[turn + 1 :]]
+        if "choose another name" in said:
+            return [*typed[:-1], typed[-1] + "-new"]
         if found := re.search(r"(\S+) (?:cannot be read|does not name|holds no)[^;]*; delete it", said):
             Path(found[1]).unlink()
             return now

@@ -17,19 +17,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from fedblur.core.config import read_toml
 from fedblur.core.files import MOST_BYTES
-from fedblur.experiments.recipe import configure
-from fedblur.training import loop
-from fedblur.training.machine import Machine
+from fedblur.experiments import search_runner
 from tests.sweeps.disk import Disk, Killed
 from tests.sweeps.worlds import (
     AUDIT,
+    CROWD,
     MACHINE,
     SEARCH,
     Outcome,
     Releases,
+    at_home,
     demand,
     fresh,
     invoke,
@@ -71,7 +71,7 @@ class Made:
 def _typed(text: str) -> tuple[str, ...]:
     words: list[str] = []
     for word in text.split():
-        words += MACHINE if word == "MACHINE" else AUDIT if word == "AUDIT" else SEARCH if word == "SEARCH" else [word]
+        words += {"MACHINE": MACHINE, "AUDIT": AUDIT, "SEARCH": SEARCH, "CROWD": CROWD}.get(word, [word])
     return tuple(words)
 
 
@@ -97,16 +97,7 @@ def void(value: object) -> None:
 
 
 def _killed(world: Path) -> None:
-    def kill(row: Any) -> None:
-        raise Killed
-
-    with contextlib.suppress(Killed):
-        loop.train(
-            configure(read_toml(world / "seeded.toml")),
-            out=world / "out/run",
-            machine=Machine(device="cpu", engine="sequential"),
-            watch=kill,
-        )
+    stopped(world, "seeded.toml", world / "out/run", by=Killed)
 
 
 def _table(world: Path) -> None:
@@ -126,6 +117,19 @@ def _search(file: str, operations: int | None = None) -> Callable[[Path], None]:
             demand(words)
 
     return make
+
+
+def _unreleased(world: Path) -> None:
+    """A search of which all trials are scored, and that was killed before it released the best."""
+    with mock.patch.object(search_runner, "_release", side_effect=Killed), contextlib.suppress(Killed):
+        demand(["tune", f"{world}/grid.toml", "--out", f"{world}/out/tuned", *MACHINE, *SEARCH])
+
+
+def _crowded(world: Path) -> None:
+    """Two runs of a population with a budget, which has room for one more."""
+    demand(["population", "budget", "crowd", "--epsilon", "30", "--delta", "1e-3"])
+    for name in ("run", "other"):
+        demand(["run", f"{world}/private.toml", "--out", f"{world}/out/{name}", *MACHINE, *CROWD])
 
 
 def _audited(world: Path) -> None:
@@ -182,6 +186,22 @@ FOLDERS: dict[str, Made] = {
         _readers(
             "ledger show W/out/tuned --json", "tune W/grid.toml --out W/out/tuned --json MACHINE SEARCH", *_TUNED[:3]
         ),
+    ),
+    "search, not released": Made(
+        _unreleased, _readers("tune W/grid.toml --out W/out/tuned --json MACHINE SEARCH", *_TUNED[:3])
+    ),
+    "population": Made(
+        _crowded,
+        _readers(
+            "population show crowd --json",
+            "population list --json",
+            "population reconcile crowd --json",
+            "run W/private.toml --out W/out/third --json MACHINE CROWD",
+            "run W/private.toml --out W/out/fourth --json MACHINE CROWD",
+            "population show crowd --json",
+        ),
+        "people",
+        private=True,
     ),
     "run, audited": Made(
         _audited,
@@ -243,7 +263,8 @@ class Damage:
         if not kept.exists():
             shutil.rmtree(self.world, ignore_errors=True)
             write_files(self.world)
-            FOLDERS[name].make(self.world)
+            with at_home(self.world):
+                FOLDERS[name].make(self.world)
             shutil.copytree(self.world, kept)
         return kept
 
@@ -251,7 +272,8 @@ class Damage:
         """Note what each command shows of the undamaged folder, and the models that it ends with."""
         fresh(self._kept(name), self.world)
         self.paid[name] = _spent(self.world)
-        outcomes = [invoke(self._words(words)) for words in FOLDERS[name].readers]
+        with at_home(self.world):
+            outcomes = [invoke(self._words(words)) for words in FOLDERS[name].readers]
         assert not any(_bug(outcome) for outcome in outcomes), (name, outcomes)
         for words, outcome in zip(FOLDERS[name].readers, outcomes, strict=True):
             if outcome.status < 2:  # what is shown before a run goes on, and after that
@@ -267,7 +289,7 @@ class Damage:
         fresh(self._kept(case.folder), self.world)
         damage(self.world / case.file, case.kind, random.Random(case.name), self.world)
         before, noticed, releases = _models(self.world), False, Releases()
-        with releases.counted():
+        with at_home(self.world), releases.counted():
             for words in made.readers:
                 outcome = invoke(self._words(words))
                 shown = " ".join(words[:2])
@@ -398,7 +420,7 @@ _FRESH = ("accuracy", "loss", "accuracy_last_10_evaluations")  # other noise giv
 _SHOWN = {
     "epsilon", "delta", "clients", "releases", "noise_multiplier", "accuracy", "loss", "private", "warning",
     "randomness", "accuracy_last_10_evaluations", "status", "rounds", "claimed_epsilon", "noise_removed", "verdict",
-    "not_private_because", "expected_cohort", "unit",
+    "not_private_because", "expected_cohort", "unit", "spent", "reserved", "budget",
 }  # fmt: skip
 
 

@@ -138,6 +138,9 @@ def _toml(text: str, command: str = "run") -> Callable[[Path], list[str]]:
         (_set("--set", f"rounds={2**70}"), f"rounds={2**70}"),
         (_toml("rounds = " + "[" * 20_000), "nested too deeply"),
         (_toml("rows = 3", "table"), "rows = 3"),
+        (_set("--set", "local.steps.x=1"), "local.steps.x"),
+        (_toml("method = 3\n", "run"), "method=3"),
+        (lambda world: [*_toml("method = 3\n")(world), "--set", "method.blur.strength=1"], "method=3"),
     ],
 )
 def test_known__an_odd_input_is_one_line_that_names_it(
@@ -154,3 +157,12 @@ def test_known__markup_in_a_label_is_text(world: Path) -> None:
     (world / "private-table.toml").write_text(text)
     outcome = demand(["table", f"{world}/private-table.toml", "--out", f"{world}/out", *MACHINE])
     assert "[/b] x" in outcome.out
+
+
+def test_known__markup_in_names_that_are_shown_is_text(world: Path) -> None:
+    words = ["tune", f"{world}/grid.toml", "--out", f"{world}/out", *MACHINE[:-1], "--proxy", "[/b]"]
+    assert (invoke(words).bug, "[/b]" in invoke(words).said) == ("", True)
+    words = ["run", f"{world}/private.toml", "--population", "ward-3", "--out", f"{world}/[/b]", *MACHINE]
+    demand(words)
+    assert "[/b]" in demand(["population", "show", "ward-3"]).said.replace(" ", "")
+    assert demand(["data", "list", "--data-dir", f"{world}/[/b]"]).bug == ""

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.sweeps.counts import PARTS, Tally, chosen, counted, renewed
-from tests.sweeps.crashes import Crashes
+from tests.sweeps.__main__ import main
+from tests.sweeps.counts import MARKS, PARTS, Tally, chosen, counted, renewed
+from tests.sweeps.crashes import Crashes, Point
 from tests.sweeps.damage import Case, Damage, damage
 from tests.sweeps.disk import Disk, Killed, Operation, snapshot
 from tests.sweeps.inputs import Inputs, inputs
@@ -175,7 +176,27 @@ def test_page__a_table_is_renewed_between_its_marks() -> None:
     tally = Tally("damage")
     assert not tally.add(Case("votes", "x", "flip", 1), None)
     assert tally.add(Case("votes", "x", "flip", 2), ("traceback", "…"))
-    page = renewed(PAGE.read_text(encoding="utf-8"), [tally], "2026-01-01")
+    before = PAGE.read_text(encoding="utf-8")
+    page = renewed(before, [tally], "2026-01-01")
     assert "| damaged files: votes | 2 | 0 | 0 | 1 | 0 | 0 |" in page
-    assert counted(page) == {"Damaged files": 2}
+    assert counted(page) == {**counted(before), "Damaged files": 2}
     assert renewed(page, [tally], "2026-01-01") == page
+
+
+def test_page__holds_rows_of_the_sweeps_alone() -> None:
+    """Rows of other tables once landed between the marks, and stayed there."""
+    stray = f"{MARKS[0]}\n\n| command | what it does |\n| odd inputs: tables | 1 | 0 | 0 | 0 | 0 | 0 |\n\n{MARKS[1]}"
+    tally = Tally("crashes")
+    tally.add(Point("audit", 0, "before"), None)
+    table = renewed(stray, [tally], "2026-01-01").splitlines()
+    assert [line.split(" | ")[0] for line in table if line.startswith("| ") and "cases" not in line] == [
+        "| crash points: audit",
+        "| **Crash points, together**, 2026-01-01",
+        "| odd inputs: tables",
+    ]
+
+
+def test_page__is_written_for_whole_parts_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--part", "inputs", "--count", "3", "--write", str(tmp_path / "page.md")])
+    assert "--write needs all cases" in capsys.readouterr().err

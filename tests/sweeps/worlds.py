@@ -12,6 +12,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ FILES = {
 }
 AUDIT = ["--canaries", "100", "--held-out", "100"]
 SEARCH = ["--trials", "2", "--eta", "1"]  # at least one trial
+CROWD = ["--population", "crowd"]
 PROXY = ["--proxy", "synthetic", "--proxy-set", "dataset.alpha=0.5"]
 
 
@@ -87,6 +89,11 @@ def invoke(words: list[str]) -> Outcome:
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         bug = "".join(traceback.format_exception(*result.exc_info)) if result.exc_info else repr(result.exception)
     return Outcome(result.exit_code, result.stdout, result.stderr, bug)
+
+
+def at_home(world: Path) -> AbstractContextManager[object]:
+    """Let populations lie in this world: what is written there passes its disk."""
+    return mock.patch.dict(os.environ, FEDBLUR_POPULATIONS=str(world / "people"))
 
 
 class Hung(BaseException):
@@ -132,17 +139,18 @@ def fresh(kept: Path, world: Path) -> None:
     shutil.copytree(kept, world, symlinks=True)
 
 
-def stopped(root: Path, file: str, out: Path, after: int = 1) -> None:
-    """Start a run and interrupt it after a round."""
+def stopped(
+    root: Path, file: str, out: Path, after: int = 1, by: type[BaseException] = KeyboardInterrupt, **more: Any
+) -> None:
+    """Start a run and stop it after a round. `more`: settings beside those of the file."""
 
     def stop(row: Any) -> None:
         if row["round"] == after:
-            raise KeyboardInterrupt
+            raise by
 
-    with contextlib.suppress(KeyboardInterrupt):
-        loop.train(
-            configure(read_toml(root / file)), out=out, machine=Machine(device="cpu", engine="sequential"), watch=stop
-        )
+    config = configure(read_toml(root / file) | more)
+    with contextlib.suppress(by):
+        loop.train(config, out=out, machine=Machine(device="cpu", engine="sequential"), watch=stop)
 
 
 # --- what leaves the process ---
@@ -242,6 +250,29 @@ def shown_but_unpaid(root: Path) -> list[str]:
             shown = int((folder / "model.safetensors").exists())
         if shown > paid:
             found.append(f"{folder} shows round {shown}, its ledger holds {paid} releases")
+    return found
+
+
+def uncounted(world: Path) -> list[str]:
+    """Return the ledgers of which their population counts fewer releases than they hold, or more than it has reserved.
+
+    Trials of a search are covered by the search. Until it ends, its folder has no configuration.
+    """
+    known = {}
+    for path in world.glob("people/*/runs/*.json"):
+        with contextlib.suppress(OSError, ValueError):
+            entry = json.loads(path.read_bytes())
+            known[entry["ledger"]] = entry["spent"] if entry["spent"] <= entry["allowed"] else -1
+    found = []
+    for ledger in world.glob("out/**/ledger*.jsonl") if known or (world / "people").exists() else ():
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError):
+            config = {"population": "of a search"}
+            if (ledger.parent / "config.json").exists():
+                config = json.loads((ledger.parent / "config.json").read_bytes())
+            own = json.loads(ledger.read_bytes().split(b"\n")[0])["body"]["id"]
+            covered = "-local-only" in str(ledger)
+            if not covered and config.get("population") and known.get(own, 0) < (made := spends(ledger)):
+                found.append(f"{ledger} holds {made} releases, its population counts {known.get(own)}")
     return found
 
 

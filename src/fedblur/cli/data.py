@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fedblur.cli.options import DataDir, Json, complete
@@ -77,7 +78,9 @@ def list_(data_dir: DataDir = None, json_: Json = False) -> None:
     for column in ("name", "clients", "partition", "here?", "what it is"):
         table.add_column(column, no_wrap=column != "what it is")
     for data in found:
-        table.add_row(data.part_name, _clients(data), data.default_partition, data.place(data_dir), data.summary)
+        table.add_row(
+            *map(escape, (data.part_name, _clients(data), data.default_partition, data.place(data_dir), data.summary))
+        )
     Console().print(table)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from fedblur.cli.options import Json
 from fedblur.cli.output import print_json
 from fedblur.core.errors import ConfigError, RunError
+from fedblur.core.files import clear_temporaries, make_folder, read_bytes, write_atomically
 from fedblur.flower import template
 
 app = typer.Typer(no_args_is_help=True, help="Deploy a real federation over Flower: TLS, keys for nodes, secure sums.")
@@ -47,14 +49,14 @@ def init(
         raise ConfigError(f"--port={port} and --inner-port={inner_port} must differ: two programs of the server listen")
     if clients < 1:
         raise ConfigError(f"--clients={clients} must be 1 or more")
-    if folder.exists() and any(folder.iterdir()):
-        raise RunError(f"{folder} is not empty; choose a new folder")
     here, name = str(folder.resolve()), _alternative_name(host)
     texts = template.files(here, host, port, inner_port, name, is_loopback(host), insecure, clients)
+    _demand_own(folder, texts)
     for path, text in texts.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text, encoding="utf-8")
-    (folder / "secrets").mkdir(mode=0o700, exist_ok=True)
+        make_folder((folder / path).parent)
+        clear_temporaries((folder / path).parent)
+        write_atomically(folder / path, text.encode())
+    make_folder(folder / "secrets", private=True)
     if insecure:
         Console(stderr=True, soft_wrap=True).print(_INSECURE, markup=False)
     if json_:
@@ -89,6 +91,16 @@ def gateway(
         raise ConfigError(f"{error.name} is not installed; pip install 'fedblur[flower]'") from None
     limits = Limits(body=largest, connections=connections, per_address=per_address)
     serve(listen, superlink, secrets, limits, client_ca)
+
+
+def _demand_own(folder: Path, texts: Mapping[str, str]) -> None:
+    """Refuse a folder that holds anything but what this very command writes: it continues where it was killed."""
+    for path in sorted(folder.rglob("*")) if folder.exists() else []:
+        if path.is_dir() or path.match(".*.tmp"):
+            continue
+        text = texts.get(path.relative_to(folder).as_posix())
+        if text is None or read_bytes(path, way_out="choose a new folder") != text.encode():
+            raise RunError(f"{folder} is not empty: it holds {path.relative_to(folder)}; choose a new folder")
 
 
 def is_loopback(host: str) -> bool:

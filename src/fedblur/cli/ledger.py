@@ -77,7 +77,7 @@ def show(
         words = f"{book.path} released {kinds}{_SECRECY[book.randomness]}"
         Console().print(words, highlight=False, markup=False, soft_wrap=True)
     if (len(books) > 1 or delta is not None) and (why := unprotected(books)):
-        Console().print(f"ε together is ∞, since {why}.", highlight=False, soft_wrap=True)
+        Console().print(f"ε together is ∞, since {why}.", highlight=False, markup=False, soft_wrap=True)
     if len(books) > 1:
         words = (
             "The total holds if the runs are on the same clients. On different clients, each run has its own epsilon."

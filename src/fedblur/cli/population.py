@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fedblur.cli.options import Json
@@ -72,7 +73,8 @@ def show(name: Name, json_: Json = False) -> None:
     for entry in entries:
         alone = in_short(_alone(entry, total.delta), 4)
         counts = str(entry.spent), str(entry.reserved)
-        table.add_row(entry.run, entry.kind, entry.user, entry.last[:16], *counts, alone, entry.state)
+        texts = [escape(text) for text in (entry.run, entry.kind, entry.user, entry.last[:16])]
+        table.add_row(*texts, *counts, alone, escape(entry.state))
     console = Console()
     console.print(table)
     lines = [words_of_population(total)]

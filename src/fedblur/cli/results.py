@@ -127,7 +127,7 @@ def _list(found: list[Result], json_: bool) -> None:
     for line, (measure, value) in zip(lines, shown, strict=True):
         text = measure.shown(value).removesuffix(" %") if alike else f"{measure.words} {measure.shown(value)}"
         figures = (text, rounded_up(line["epsilon"]), str(line["rounds"]))
-        table.add_row(escape(line["cell"]), *figures, line["date"], line["key"])
+        table.add_row(escape(line["cell"]), *figures, escape(line["date"]), line["key"])
     return print_whole(table, Console())
 
 

@@ -89,7 +89,7 @@ def table(
             return print_json({"tables": [asdict(each) for each in forecasts]})
         for each in forecasts:
             print_whole(render_forecast(each), Console())
-            Console().print(each.total + "\n", highlight=False)
+            Console().print(each.total + "\n", highlight=False, markup=False)
         return None
     waiting = pending(specs, store.found, only or ())
     for spec in specs:

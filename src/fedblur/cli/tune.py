@@ -127,7 +127,7 @@ def _explain_proxy(configs: list[Config], proxy: str, as_json: bool) -> None:
         f"{len(configs)} configurations, each once on {proxy}, which is declared to be public: no cost; then the best "
         f"of them once on the private data: ε = {cost}"
     )
-    return Console(stderr=True).print(line, highlight=False, soft_wrap=True)
+    return Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _explain(search: Search, clients: int) -> None:
@@ -143,7 +143,7 @@ def _explain(search: Search, clients: int) -> None:
     else:
         lines.append(f"scores: mean accuracy of {clients} validation clients, who are NOT protected")
     for line in lines:
-        Console(stderr=True).print(line, highlight=False, soft_wrap=True)
+        Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _show(tuned: Tuned, as_json: bool) -> None:

@@ -339,16 +339,18 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file as a dictionary, with a one-line error if it cannot be read."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        data = path.read_bytes()  # not `files.read_bytes`: a pipe is welcome, as in `fedblur run <(…)`
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; give the path of a TOML file") from None
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        return tomllib.loads(data.decode())
     except RecursionError:
         raise ConfigError(f"{path} is not valid TOML: it is nested too deeply; write fewer brackets and dots") from None
     except (ValueError, UnicodeDecodeError) as error:  # also numbers of too many digits
-        json_ = " (it looks like JSON; TOML is written key = value)" if path.read_bytes()[:1] == b"{" else ""
+        json_ = " (it looks like JSON; TOML is written key = value)" if data[:1] == b"{" else ""
         raise ConfigError(f"{path} is not valid TOML: {error}{json_}; fix that line") from None
-    except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def parse_value(text: str) -> Any:
@@ -391,6 +393,8 @@ def _assign(table: dict[str, Any], path: list[str], value: Any, key: str) -> Non
             inner = known[head].default if "part" in known[head].metadata else None
             if not isinstance(inner, str):
                 raise ConfigError(f"--set {head}.…: set {head}=NAME first, then its settings")
+    if not isinstance(inner, str | Mapping):
+        raise ConfigError(f"--set {key}: {head}={inner!r} has no settings below it")
     inner = {"name": inner} if isinstance(inner, str) else dict(inner)
     _assign(inner, rest, value, key)
     table[head] = inner
@@ -399,6 +403,8 @@ def _assign(table: dict[str, Any], path: list[str], value: Any, key: str) -> Non
 def _assign_method(methods: Any, path: list[str], value: Any, key: str) -> list[dict[str, Any]]:
     if isinstance(methods, str):
         methods = methods.split("+")
+    if not isinstance(methods, list | tuple | None) or not all(isinstance(m, str | Mapping) for m in methods or []):
+        raise ConfigError(f"--set {key}: method={methods!r} must be names of methods, or a list of them")
     entries = [{"name": entry} if isinstance(entry, str) else dict(entry) for entry in methods or []]
     name, *rest = path
     for entry in entries:

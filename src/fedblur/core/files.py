@@ -120,7 +120,7 @@ def sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
-def make_folder(folder: Path, private: bool = False) -> None:
+def make_folder(folder: Path, private: bool = False, way_out: str = "choose another folder") -> None:
     """Make a folder and those above it, unless they are there. When this returns, their names are on disk."""
     above = missing_folders(folder)
     try:
@@ -128,7 +128,7 @@ def make_folder(folder: Path, private: bool = False) -> None:
         for path in reversed(above):  # or a power failure takes the folder, and the ledger in it
             sync_folder(path.parent)
     except OSError as error:
-        raise _cannot(folder, "be made", error, "choose another folder") from None
+        raise _cannot(folder, "be made", error, way_out) from None
 
 
 def missing_folders(folder: Path) -> list[Path]:
@@ -222,9 +222,9 @@ def with_digest(table: Mapping[str, Any]) -> dict[str, Any]:
     return {**table, "digest": _digest(table)}
 
 
-def demand_digest(table: Mapping[str, Any], name: object, way_out: str = RESTORE) -> None:
-    """Refuse a table that is not what was written. Earlier versions wrote no digest."""
-    if "digest" in table and table["digest"] != _digest(table):
+def demand_digest(table: Mapping[str, Any], name: object, way_out: str = RESTORE, required: bool = False) -> None:
+    """Refuse a table that is not what was written. Earlier versions wrote no digest, so some tables have none."""
+    if ("digest" in table or required) and table.get("digest") != _digest(table):
         raise RunError(f"{name} was damaged or edited: its digest does not match; {way_out}")
 
 
@@ -296,6 +296,14 @@ def locked(path: Path) -> Iterator[bool]:
         except (BlockingIOError, PermissionError):  # systems differ in which
             taken = False
         yield taken and _still(path, file)
+
+
+def open_lock(path: Path, way_out: str) -> int:
+    """Open a file to lock it, for its owner alone; return the descriptor."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | _BINARY | getattr(os, "O_NONBLOCK", 0), _PRIVATE)
+    except OSError as error:
+        raise _cannot(path, "be written", error, way_out) from None
 
 
 def _unblocked(path: str, flags: int) -> int:

@@ -40,7 +40,7 @@ from fedblur.learning.metrics import metrics_of
 from fedblur.learning.module_function import Layout, as_function, initial_vector
 from fedblur.privacy.claim import Claim, to_json
 from fedblur.privacy.ledger import Budget, Chain, Ledger, cut_release, randomness_of, read_spends
-from fedblur.privacy.ledger_file import close_ledger, read_closing
+from fedblur.privacy.ledger_file import close_ledger, open_ledger, read_closing
 from fedblur.privacy.mechanisms import rounded_gaussian
 from fedblur.privacy.population_account import account_of
 from fedblur.privacy.private_selection import WORDS
@@ -86,8 +86,7 @@ def run_search(
         if scores:
             best = max(range(len(scores)), key=scores.__getitem__)  # the first of equals: trials are exchangeable
             winner = RunFolder(local / f"trial-{best}")
-            trial = winner.read_summary()
-            assert trial is not None  # it has a score, so it ended
+            trial = _whole(winner)
             claimed = replace(trial.privacy, population=ledger.population())
             stated = winners_claim(search, data, claimed, ledger.anchor(), scores[best])
             record = _release(trial, winner, folder, stated)
@@ -232,6 +231,16 @@ def _train(config: Config, folder: Path, machine: Machine, watch: Watcher | None
         return train(config, out=folder, machine=machine, watch=watch)
     except DivergedError:
         return None
+
+
+def _whole(trial: RunFolder) -> RunSummary:
+    """Return the summary of a trial that is as its ledger was closed; it may have waited for long to be released."""
+    summary, closing = trial.read_summary(), None
+    if trial.ledger.exists():
+        closing = read_closing(open_ledger(trial.ledger))
+    if summary is None or closing != trial.released():
+        raise RunError(f"{trial.path} was damaged after it was scored; delete that folder to run the trial again")
+    return summary
 
 
 def _release(trial: RunSummary, winner: RunFolder, out: RunFolder, stated: Claim) -> RunSummary:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from fedblur.core.config import read_toml
 from fedblur.core.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Settings:
 
 def min_cohort(path: Path) -> int:
     """Return m of a configuration without building its parts: most questions of a secure sum need only this."""
-    part = tomllib.loads(path.read_text(encoding="utf-8")).get("mechanism")
+    part = read_toml(path).get("mechanism")
     least = part.get("min_cohort") if isinstance(part, dict) else None
     if type(least) is not int or least < 2:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
     NAME/budget.json       (epsilon, delta), if there is a budget
     NAME/runs/LEDGER.json  one file per ledger: the event of one release, how many it may make and how many it has made
+    NAME/files.json        which of these files there must be: one that is missing was lost
     NAME/.lock             held while one of these files is read and written
 
 Formal guarantee. At every moment, for any number of processes and after kills, each ledger has made at most `spent` ≤
@@ -31,8 +32,16 @@ from pathlib import Path
 from typing import Any
 
 from fedblur.core.errors import ConfigError, PrivacyError, RunError
+from fedblur.core.files import (
+    demand_digest,
+    make_folder,
+    open_lock,
+    read_json_if_there,
+    remove,
+    with_digest,
+    write_atomically,
+)
 from fedblur.core.files import locked as held_elsewhere
-from fedblur.core.files import read_json_if_there, remove, write_atomically
 from fedblur.privacy import events, totals
 from fedblur.privacy.claim import PopulationTotal, from_json
 from fedblur.privacy.ledger import Chain, read_randomness, read_spends
@@ -42,6 +51,8 @@ try:
 except ImportError:  # no such locks on Windows: there, run one command at a time on a population
     fcntl = None  # type: ignore[assignment]
 
+_ELSEWHERE = "set FEDBLUR_POPULATIONS to a folder that you may write to"
+_BUDGET, _LIST = "budget.json", "files.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -145,42 +156,68 @@ class Population:
 
     def limit(self) -> Limit | None:
         """Return the budget; None if there is none."""
-        table = read_json_if_there(self.folder / "budget.json")
-        return None if table is None else from_json(Limit, table, self.folder / "budget.json")
+        table = self._read(_BUDGET)
+        return None if table is None else from_json(Limit, table, self.folder / _BUDGET)
 
     def set_limit(self, limit: Limit) -> None:
         """Set the budget. Below what is spent, it refuses everything further."""
         with self.locked():
-            _write(self.folder / "budget.json", asdict(replace(limit, since=now())))
+            self._write(_BUDGET, asdict(replace(limit, since=now())))
 
     def _touch(self) -> None:
         """Have runs that have room already ask for it again: more was spent than they were told."""
         limit = self.limit()
         if limit is not None:
-            _write(self.folder / "budget.json", asdict(replace(limit, since=f"{now()} {os.urandom(4).hex()}")))
+            self._write(_BUDGET, asdict(replace(limit, since=f"{now()} {os.urandom(4).hex()}")))
 
     def entries(self) -> list[Entry]:
         """Return what is known about each ledger, the oldest first."""
-        found = [self._read_entry(path) for path in (self.folder / "runs").glob("*.json")]
+        there = {f"runs/{path.name}" for path in (self.folder / "runs").glob("*.json")}
+        listed = {name for name in self._listed() if name != _BUDGET}
+        found = [self.find(Path(name).stem) for name in there | listed]
         return sorted((entry for entry in found if entry), key=lambda entry: (entry.started, entry.ledger))
 
     def find(self, ledger: str) -> Entry | None:
         """Return what is known about one ledger."""
-        return self._read_entry(self.folder / "runs" / f"{ledger}.json")
-
-    def _read_entry(self, path: Path) -> Entry | None:
-        table = read_json_if_there(path)
-        return None if table is None else from_json(Entry, table, path)
+        table = self._read(f"runs/{ledger}.json")
+        return None if table is None else from_json(Entry, table, self.folder / f"runs/{ledger}.json")
 
     def write(self, entry: Entry) -> None:
         """Write one entry, on disk when this returns. Inside `locked` only."""
-        _write(self.folder / "runs" / f"{entry.ledger}.json", asdict(entry))
+        self._write(f"runs/{entry.ledger}.json", asdict(entry))
 
     def forget(self, entry: Entry) -> None:
         """Drop a ledger that has released nothing. Inside `locked` only."""
         if entry.spent:
             raise PrivacyError(f"{entry.run} has made {entry.spent} releases, which a population never forgets")
-        remove(self.folder / "runs" / f"{entry.ledger}.json")
+        name = f"runs/{entry.ledger}.json"
+        _write(self.folder / _LIST, {"files": [other for other in self._listed() if other != name]})
+        remove(self.folder / name)
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        """Read a file of the state, as it was written: a digit that changed would be a release that nobody counts."""
+        path = self.folder / name
+        table = read_json_if_there(path)
+        if table is not None:
+            demand_digest(table, path, required=True)
+        elif name != _LIST and name in self._listed():
+            raise RunError(f"{path} is missing, and what it held is unknown; restore it from a copy")
+        return table
+
+    def _write(self, name: str, table: dict[str, Any]) -> None:
+        """Write a file of the state, then list it if it is new: a kill between the two leaves none that is missing."""
+        new = not (self.folder / name).exists()
+        _write(self.folder / name, table)
+        if new:
+            there = {f"runs/{path.name}" for path in (self.folder / "runs").glob("*.json")}
+            _write(self.folder / _LIST, {"files": sorted({*self._listed(), *there, name})})
+
+    def _listed(self) -> list[str]:
+        """Return the files that there must be."""
+        found = (self._read(_LIST) or {}).get("files", [])
+        if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+            raise RunError(f"{self.folder / _LIST} does not list files; restore it from a copy")
+        return found
 
     def demand_room(self, asking: Entry) -> None:
         """Refuse a reservation that the budget does not allow. Inside `locked` only."""
@@ -426,12 +463,9 @@ def now() -> str:
 @contextlib.contextmanager
 def lock(root: Path, *folders: Path) -> Iterator[None]:
     """Make folders that only their owner can read; wait for the lock in the first below `root`, or in `root`."""
-    try:
-        for folder in (root, *folders):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = os.open((folders or (root,))[0] / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        raise RunError(f"{root} cannot be written: {error.strerror}; set FEDBLUR_POPULATIONS to a folder") from None
+    for folder in (root, *folders):
+        make_folder(folder, private=True, way_out=_ELSEWHERE)  # its name is on disk, or a power failure forgets people
+    file = open_lock((folders or (root,))[0] / ".lock", way_out=_ELSEWHERE)
     try:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX)  # freed when the process ends, however it ends
@@ -441,4 +475,4 @@ def lock(root: Path, *folders: Path) -> Iterator[None]:
 
 
 def _write(path: Path, table: dict[str, Any]) -> None:
-    write_atomically(path, (json.dumps(table, indent=1) + "\n").encode(), private=True)
+    write_atomically(path, (json.dumps(with_digest(table), indent=1) + "\n").encode(), private=True)

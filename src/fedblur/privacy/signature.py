@@ -34,14 +34,19 @@ _RAW = serialization.Encoding.Raw, serialization.PublicFormat.Raw
 
 
 def make_key(path: Path) -> Path:
-    """Write a new private key, which only this user may read, and its public key beside it; return that one's path."""
+    """Write a new private key, which only this user may read, and its public key beside it; return that one's path.
+
+    A private key that is there already is never replaced: it gets its public key.
+    """
     public = path.with_name(path.name + ".pub")
-    for file in (path, public):
-        if file.exists():
-            raise ConfigError(f"{file} exists; choose another name: a key that is overwritten cannot be used again")
-    key = Ed25519PrivateKey.generate()
+    if public.exists():
+        raise ConfigError(f"{public} exists; choose another name: a key that is overwritten cannot be used again")
     pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
-    write_atomically(path, key.private_bytes(pem, pkcs8, serialization.NoEncryption()), private=True)
+    if path.exists():  # a kill came between the two, or openssl made it
+        key = _private_key(path)
+    else:
+        key = Ed25519PrivateKey.generate()
+        write_atomically(path, key.private_bytes(pem, pkcs8, serialization.NoEncryption()), private=True)
     write_atomically(public, key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo))
     return public
 
