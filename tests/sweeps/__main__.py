@@ -24,12 +24,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--part", choices=[*PARTS, "all"], default="all")
     parser.add_argument("--count", type=int, help="so many cases of each part, chosen by --seed (default: all)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--group", action="append", help="the cases of one group: a command, or a folder (repeatable)")
     parser.add_argument("--case", help="one case, by its name")
-    parser.add_argument("--write", type=Path, help="a page whose table is renewed")
+    parser.add_argument("--write", type=Path, help="a page whose table is renewed, a row after each group")
     parser.add_argument("--all-findings", action="store_true", help="print every finding, not the first of each kind")
     options = parser.parse_args(arguments)
     if options.write and (options.count or options.case):
-        parser.error("--write needs all cases of a part; leave out --count and --case")
+        parser.error("--write needs all cases of a group; leave out --count and --case")
     os.environ["HF_HUB_OFFLINE"] = "1"  # no sweep reaches for the network
     os.environ["FEDBLUR_TIMING"] = "off"
     console, tallies = Console(soft_wrap=True), []
@@ -38,24 +39,28 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ["FEDBLUR_CACHE"] = str(Path(scratch) / "cache")
         for part in PARTS if options.part == "all" else [options.part]:
             cases, judge = PARTS[part](Path(scratch) / part)
+            if options.group:
+                cases = sorted((case for case in cases if case.group in options.group), key=lambda case: case.group)
             if options.case:
                 cases = [case for case in cases if case.name == options.case]
-                if not cases:
-                    parser.error(f"no case of {part} is called {options.case!r}")
+            if not cases:
+                parser.error(f"{part} has no such case: {options.case or options.group!r}")
             tally = Tally(part)
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
-                for case in progress.track(chosen(cases, options.count, options.seed), description=part):
+                todo = chosen(cases, options.count, options.seed)
+                for number, case in enumerate(progress.track(todo, description=part)):
                     finding = judge(case)
                     new = tally.add(case, finding)
                     if finding is not None and finding[0] != "not reached" and (new or options.all_findings):
                         console.print(f"{case.name}: {finding[0]}: {finding[1]}", markup=False, highlight=False)
+                    ends = number + 1 == len(todo) or todo[number + 1].group != case.group
+                    if options.write and ends:
+                        page = options.write.read_text(encoding="utf-8")
+                        today = datetime.now(UTC).date().isoformat()
+                        options.write.write_text(renewed(page, tally, today), encoding="utf-8")
             tallies.append(tally)
             console.print(tally.line(), markup=False, highlight=False)
-            if options.write:
-                page = options.write.read_text(encoding="utf-8")
-                today = datetime.now(UTC).date().isoformat()
-                options.write.write_text(renewed(page, [tally], today), encoding="utf-8")
     return int(any(tally.findings for tally in tallies))
 
 

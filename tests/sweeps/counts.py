@@ -17,7 +17,10 @@ from tests.sweeps.inputs import Inputs, inputs
 Judge = Callable[[Any], tuple[str, str] | None]
 KINDS = ("wedged", "underpaid", "traceback", "silently wrong", "unclear", "leaves files")
 WORDS = {"crashes": "Crash points", "damage": "Damaged files", "inputs": "Odd inputs"}
-_HEADER = "| | cases | wedged | underpaid | tracebacks | silently wrong | unclear, or files left |"
+_HEADER = "| | cases | wedged | underpaid | tracebacks | silently wrong | unclear, or files left | on |"
+_ROW = re.compile(
+    r"^\| (crash points|damaged files|odd inputs): (.+?) \| ([\d,]+(?: \| [\d,]+){5} \| [\d-]+) \|$", re.MULTILINE
+)
 MARKS = "<!-- counts of python -m tests.sweeps -->", "<!-- end of the counts -->"
 
 
@@ -84,28 +87,29 @@ class Tally:
         return f"{WORDS[self.part]}: {sum(self.cases.values()):,}; {words}{first}"
 
 
-def renewed(page: str, tallies: Sequence[Tally], date: str) -> str:
-    """Return the page with the rows of these parts renewed; what it says of other parts stays."""
+def renewed(page: str, tally: Tally, date: str) -> str:
+    """Return the page with the rows of these groups renewed; other rows stay, and sums are taken again."""
     before, rest = page.split(MARKS[0])
     table, after = rest.split(MARKS[1])
-    swept = {tally.part: tally for tally in tallies}
-    lines = [_HEADER, "|---|" + "--:|" * 6]
-    for part, words in WORDS.items():
-        tally = swept.get(part)
-        if tally is None:
-            lines += [line for line in table.splitlines() if line.lower().lstrip("| *").startswith(words.lower())]
-            continue
-        for group in [*sorted(tally.cases), ""]:
-            groups = [group] if group else list(tally.cases)
-            count = sum(tally.cases[each] for each in groups)
-            found = [sum(tally.findings[each, kind] for each in groups) for kind in KINDS]
-            name = f"{words.lower()}: {group}" if group else f"**{words}, together**, {date}"
-            figures = " | ".join(f"{number:,}" for number in (count, *found[:4], sum(found[4:])))
-            lines.append(f"| {name} | {figures} |")
+    rows: dict[str, dict[str, list[str]]] = {words.lower(): {} for words in WORDS.values()}
+    for part, group, cells in _ROW.findall(table):
+        rows[part][group] = cells.replace(",", "").split(" | ")
+    for group, count in tally.cases.items():
+        found = [tally.findings[group, kind] for kind in KINDS]
+        numbers = [count, *found[:4], sum(found[4:])]
+        rows[WORDS[tally.part].lower()][group] = [*map(str, numbers), date]
+    lines = [_HEADER, "|---|" + "--:|" * 7]
+    for words in WORDS.values():
+        groups = rows[words.lower()]
+        for group, (*cells, day) in sorted(groups.items()):
+            lines.append(f"| {words.lower()}: {group} | {' | '.join(f'{int(cell):,}' for cell in cells)} | {day} |")
+        if groups:
+            sums = (sum(int(cells[column]) for cells in groups.values()) for column in range(6))
+            lines.append(f"| **{words}, together** | {' | '.join(f'{number:,}' for number in sums)} | |")
     return f"{before}{MARKS[0]}\n\n" + "\n".join(lines) + f"\n\n{MARKS[1]}{after}"
 
 
 def counted(page: str) -> dict[str, int]:
     """Read back how many cases a page reports, by part."""
-    found = re.findall(r"\*\*(.+?), together\*\*, [\d-]+ \| ([\d,]+)", page)
+    found = re.findall(r"\*\*(.+?), together\*\* \| ([\d,]+)", page)
     return {name: int(number.replace(",", "")) for name, number in found}

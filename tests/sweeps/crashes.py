@@ -17,6 +17,7 @@ from tests.sweeps.worlds import (
     AUDIT,
     CROWD,
     MACHINE,
+    ONE_TRIAL,
     PROXY,
     SEARCH,
     Outcome,
@@ -105,7 +106,7 @@ COMMANDS: dict[str, Command] = {
     "run, of a population": Command(_run("private.toml", *CROWD), "out/run", _crowded, resumes=True),
     "resume, of a population": Command(("resume", "W/out/run", *MACHINE), "out/run", _spent),
     "tune, of a population": Command(
-        ("tune", "W/private-grid.toml", "--out", "W/out/tuned", *MACHINE, *SEARCH, *CROWD), "out/tuned", _crowded
+        ("tune", "W/private-grid.toml", "--out", "W/out/tuned", *MACHINE, *ONE_TRIAL, *CROWD), "out/tuned", _crowded
     ),
     "population budget": Command(
         ("population", "budget", "crowd", "--epsilon", "300", "--delta", "1e-3"), "people", _spent

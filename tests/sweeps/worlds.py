@@ -55,6 +55,7 @@ FILES = {
 }
 AUDIT = ["--canaries", "100", "--held-out", "100"]
 SEARCH = ["--trials", "2", "--eta", "1"]  # at least one trial
+ONE_TRIAL = ["--trials", "1.1", "--eta", "1"]
 CROWD = ["--population", "crowd"]
 PROXY = ["--proxy", "synthetic", "--proxy-set", "dataset.alpha=0.5"]
 

@@ -22,7 +22,7 @@ from fedblur.learning.metrics.measures import ACCURACY, Measure
 from fedblur.privacy.claim import SEEDED, UNCLAIMED
 from fedblur.report.charts import Figure, group_figures, percent, run_figures
 from fedblur.report.comparison import Line, compare
-from fedblur.report.page import Page, asset, environment
+from fedblur.report.page import Page, asset, template
 from fedblur.report.records import Group, Record, flatten, grouped
 from fedblur.report.statement import page_of, read_statement, words_of_total
 from fedblur.report.text import rounded_up
@@ -123,7 +123,7 @@ def make_report(records: Sequence[Record], public: bool = False, waiting: Iterab
 def render(report: Report, live: str = "") -> str:
     """Return the page. `live` names what is watched; empty for a file."""
     style, script = asset("report.css"), asset("report.js")
-    return environment(autoescape=True).from_string(asset("report.html.jinja")).render(
+    return template("report.html.jinja").render(
         report=report, style=Markup(style), script=Markup(script), policy=policy(live), live=live, local_only=LOCAL_ONLY
     )  # fmt: skip
 

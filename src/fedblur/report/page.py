@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from html import escape
@@ -34,27 +35,32 @@ def asset(name: str) -> str:
     return files("fedblur.report").joinpath("templates", name).read_text(encoding="utf-8")
 
 
-def environment(**options: Any) -> jinja2.Environment:
-    """Return what renders templates: an unknown name is an error."""
+@functools.cache
+def template(name: str, autoescape: bool = True) -> jinja2.Template:
+    """Return a template, compiled once; an unknown name in it is an error. Without `autoescape` it makes Markdown."""
+    options = {"autoescape": True} if autoescape else {"finalize": _in_one_cell}
     made = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, **options)
     made.filters |= {"inline": inline, "epsilon": rounded_up, "counted": counted, "safe_svg": Markup}
     made.filters |= {
         "figure": lambda value, measure: f"{value:.{measure.digits}f}",
         "signed": lambda value, measure: f"{value:+.{measure.digits}f}",
     }
-    return made
+    return made.from_string(asset(name))
 
 
-def render_markdown(template: str, **values: Any) -> str:
+def render_markdown(name: str, **values: Any) -> str:
     """Render a template; no value can end its table cell or its line."""
-    made = environment(finalize=lambda value: " ".join(str(value).splitlines()).replace("|", "\\|"))
-    return made.from_string(asset(template)).render(**values).rstrip() + "\n"
+    return template(name, autoescape=False).render(**values).rstrip() + "\n"
+
+
+def _in_one_cell(value: Any) -> str:
+    return " ".join(str(value).splitlines()).replace("|", "\\|")
 
 
 def html(page: Page) -> str:
     """Return the page as HTML that needs no other file and has a light and a dark look."""
     values = {"title": page.title, "style": Markup(asset("page.css")), "body": to_html(page.markdown)}
-    return environment(autoescape=True).from_string(asset("page.html.jinja")).render(**values)
+    return template("page.html.jinja").render(**values)
 
 
 def to_html(markdown: str, below: int = 0) -> Markup:
