@@ -127,6 +127,20 @@ def test_init__does_not_overwrite(tmp_path: Path) -> None:
     assert "not empty" in result.output
 
 
+def test_init__that_was_killed_continues_and_leaves_what_was_edited(tmp_path: Path) -> None:
+    assert init(tmp_path / "app").exit_code == 0
+    files = sorted(path for path in (tmp_path / "app").rglob("*") if path.is_file())
+    whole = {path: path.read_bytes() for path in files}
+    for path in files[1::2]:
+        path.unlink()
+    (files[0].parent / f".{files[0].name}.1.tmp").write_bytes(b"half")
+    assert init(tmp_path / "app").exit_code == 0
+    assert {path: path.read_bytes() for path in (tmp_path / "app").rglob("*") if path.is_file()} == whole
+    files[0].write_text("mine")
+    assert f"it holds {files[0].relative_to(tmp_path / 'app')}" in init(tmp_path / "app").output
+    assert files[0].read_text() == "mine"
+
+
 def test_init__what_flower_packs_holds_no_secret(tmp_path: Path) -> None:
     """`flwr build` packs what `flwr run` would send to every node."""
     folder = tmp_path / "f"

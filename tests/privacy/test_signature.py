@@ -36,6 +36,18 @@ def test_signature__holds_for_the_ledger_that_was_signed(ledger: Path, tmp_path:
         make_key(tmp_path / "operator")
 
 
+def test_key__that_lost_its_public_half_gets_it_again_and_is_never_replaced(tmp_path: Path) -> None:
+    """A kill may come between the two files."""
+    public = make_key(tmp_path / "operator")
+    both = {path: path.read_bytes() for path in (tmp_path / "operator", public)}
+    public.unlink()
+    make_key(tmp_path / "operator")
+    assert {path: path.read_bytes() for path in both} == both
+    (tmp_path / "operator").unlink()
+    with pytest.raises(FedBlurError, match=r"operator\.pub exists"):
+        make_key(tmp_path / "operator")
+
+
 def test_signature__a_changed_byte_of_it_is_found(ledger: Path, tmp_path: Path) -> None:
     public = make_key(tmp_path / "operator")
     path = sign(chain(ledger), tmp_path / "operator")

@@ -9,6 +9,7 @@ import pytest
 import fedblur
 from fedblur.core import files
 from fedblur.core.errors import PrivacyError, RunError
+from fedblur.experiments import search_runner
 from fedblur.experiments.private_search import make_search
 from fedblur.experiments.search_runner import load_data, run_search
 from fedblur.privacy.ledger import Ledger, read_spends
@@ -170,6 +171,41 @@ def test_search__that_released_its_winner_releases_no_second_one(tmp_path: Path)
     with pytest.raises(RunError, match="was paid for, and .* is gone: it cannot continue"):
         run_search(search, tmp_path / "out", Machine(), data)
     assert spends(tmp_path / "out") == 1
+
+
+def test_search__releases_no_trial_that_was_damaged_after_it_was_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs = [
+        fedblur.Config(noise_multiplier=4.0, rounds=1, sample_rate=0.2, clients=60, clip_norm=s, seed=1) for s in (1, 2)
+    ]
+    data = load_data(configs, Machine())
+    search = make_search(configs, data, TrialCount(shape=1.0, mean=1.5), "public")
+
+    def die(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        patch.setattr(search_runner, "_release", die)
+        run_search(search, tmp_path / "out", Machine(), data)
+    trials = sorted((tmp_path / "out-local-only").glob("trial-*"))
+    for path in trials:
+        model = (path / "model.safetensors").read_bytes()
+        (path / "model.safetensors").write_bytes(model[:-1] + bytes([model[-1] ^ 1]))
+    with pytest.raises(RunError, match=r"trial-\d was damaged after it was scored; delete that folder"):
+        run_search(search, tmp_path / "out", Machine(), data)
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    for path in trials:
+        shutil.rmtree(path)
+    run_search(search, tmp_path / "out", Machine(), data)
+    assert verify(tmp_path / "out") == []
+
+
+def test_summary__without_any_figure_is_damaged(copy: Path) -> None:
+    path = copy / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"accuracy": None}))
+    with pytest.raises(RunError, match=r"summary\.json is not what fedblur writes: .*has an accuracy or figures"):
+        RunFolder(copy).read_summary()
 
 
 def test_read_json__turns_damage_into_one_line(tmp_path: Path) -> None:
