@@ -18,6 +18,7 @@ if typing.TYPE_CHECKING:
     from fedblur.core.registry import register
     from fedblur.data.federation import federation_from_arrays, load_federation
     from fedblur.data.population import Federation
+    from fedblur.data.table import federation_from_table
     from fedblur.learning.methods.base import Method
     from fedblur.learning.metrics.base import Metric, metric
     from fedblur.learning.tasks.base import Task
@@ -49,6 +50,7 @@ _HOMES = {
     "Statement": "fedblur.report.statement",
     "Task": "fedblur.learning.tasks.base",
     "federation_from_arrays": "fedblur.data.federation",
+    "federation_from_table": "fedblur.data.table",
     "load": "fedblur.report.load",
     "load_federation": "fedblur.data.federation",
     "metric": "fedblur.learning.metrics.base",
@@ -94,6 +96,7 @@ __all__ = [
     "Statement",
     "Task",
     "federation_from_arrays",
+    "federation_from_table",
     "load",
     "load_federation",
     "metric",

@@ -13,25 +13,39 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fedblur.cli.options import DataDir, Json, complete
+from fedblur.cli.options import (
+    Classes,
+    DataDir,
+    FeatureColumns,
+    Json,
+    SchemaFile,
+    SchemaFrom,
+    TextColumn,
+    TimeColumn,
+    complete,
+    table_part,
+)
 from fedblur.cli.output import print_json
 from fedblur.core.config import apply_overrides
-from fedblur.core.errors import DataError
+from fedblur.core.errors import ConfigError, DataError
 from fedblur.core.files import cache_folder
 from fedblur.core.registry import build, from_table, parts
 from fedblur.data.cache import read_cached
-from fedblur.data.dataset import Dataset, Described, Generated
+from fedblur.data.dataset import Dataset, Described, Divided, Generated
 from fedblur.data.federation import load_federation
 from fedblur.data.packed import export as write_packed
 from fedblur.data.summary import clients_to_see, label_counts, summarise
+from fedblur.data.table import TableData, described
+from fedblur.data.table_source import open_table
 from fedblur.report.plots import check_suffix, draw_federation
+from fedblur.report.progress import reading_bar
 
 app = typer.Typer(help="List, fetch and inspect data sets.", no_args_is_help=True)
 
 Name = Annotated[
     str,
     typer.Argument(
-        help="cifar10, digits, emnist, femnist, mnist, plays, synthetic.", show_default=False,
+        help="cifar10, digits, emnist, femnist, mnist, plays, synthetic, table.", show_default=False,
         autocompletion=complete("dataset"),
     ),
 ]  # fmt: skip
@@ -50,6 +64,55 @@ class _Request:
     clients: int | None = None
     validation_share: float = 0.1
     data_seed: int = 0
+
+
+@app.command()
+def describe(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Your own rows: .csv, .tsv, .parquet or .arrow.")],
+    user_column: Annotated[str, typer.Option(metavar="COLUMN", help="Whose row it is.")],
+    target_column: Annotated[str, typer.Option(metavar="COLUMN", help="What to predict; several numbers: A,B.")],
+    feature_columns: FeatureColumns = None,
+    text_column: TextColumn = None,
+    time_column: TimeColumn = None,
+    classes: Classes = None,
+    schema: SchemaFile = None,
+    schema_from: SchemaFrom = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="split=users, test_share=0.1.")
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Show what a table of your own would become: features by column, users, rows of a user.
+
+    The figures come from the rows themselves. Use them to choose settings; do not release them.
+
+    Example: `fedblur data describe ratings.csv --user-column reader --target-column stars`
+    """
+    flags = table_part(
+        file, user_column, target_column, feature_columns, text_column, time_column, classes, schema, schema_from
+    )
+    part = build("dataset", {"name": "table", **apply_overrides(flags, set_ or [])})
+    assert isinstance(part, TableData)
+    table = open_table(file)
+    with reading_bar(json_):
+        data = part.divided(table, file.name, None, 0.0, 0)
+    found = described(part, table, data)
+    if json_:
+        print_json(found)
+        return
+    rows = {
+        "rows": f"{found['rows']:,} of {found['users']:,} users; {data.note}",
+        "rows of a user": "min {min}, median {median:g}, mean {mean:.1f}, max {max} for training".format(
+            **found["rows_of_a_user"]
+        ),
+        "target": f"{found['target']['columns']}: "
+        + (f"{found['target']['classes']} classes" if found["target"]["classes"] else "numbers"),
+    }
+    inputs = [f"{name} {' x '.join(map(str, shape))}" for name, shape in found["inputs"].items()]
+    rows["a sample"] = ", ".join(inputs)
+    typer.echo("\n".join(f"{key:<20}{value}" for key, value in rows.items()))
+    for name, words in found["columns"].items():
+        typer.echo(f"  {name:<18}{words}")
 
 
 @app.command("list")
@@ -96,6 +159,7 @@ def fetch(name: Name, data_dir: DataDir = None, set_: Set = None, json_: Json = 
     Example: `fedblur data fetch femnist`
     """
     data = build("dataset", _request(name, None, set_).dataset)
+    _demand_a_copy(data)
     if data.place(data_dir) == "built in":
         if json_:
             print_json({"name": name, "place": "built in"})
@@ -134,6 +198,7 @@ def export(
     Example: `fedblur data export femnist packed`
     """
     data = build("dataset", _request(name, None, set_).dataset)
+    _demand_a_copy(data)
     source = data.source(data_dir) if isinstance(data, Dataset) else None
     if source is None:
         raise DataError(f"there is nothing to export: {name} is built in, or not in data_dir={str(data_dir)!r}")
@@ -178,6 +243,8 @@ def show(
         request.data_seed,
         data_dir,
     )
+    if not federation.train.classes or federation.test.y.dim() != 1:
+        raise ConfigError(f"{federation.name} has no class per sample; a table is shown by: fedblur data describe FILE")
     counts = label_counts(federation.train, clients_to_see(federation.train))
     summary = summarise(federation, counts)
     if plot is not None:
@@ -202,6 +269,13 @@ def show(
     typer.echo("\n".join(f"{key:<20}{value}" for key, value in rows.items() if value))
     if plot is not None:
         typer.echo(f"drawn in {plot}")
+
+
+def _demand_a_copy(data: Described) -> None:
+    if isinstance(data, Divided):
+        raise DataError(
+            f"{data.part_name} is read where it lies: nothing is fetched or exported; fedblur data describe shows it"
+        )
 
 
 def _request(name: str, partition: str | None, assignments: Iterable[str] | None) -> _Request:

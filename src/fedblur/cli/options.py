@@ -50,6 +50,62 @@ Population = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Whose budget pays: one for all runs on these people. Public data need none."),
 ]
+DataFile = Annotated[
+    Path | None,
+    typer.Option("--data", metavar="FILE", help="Your own rows: .csv, .tsv (also .gz), .parquet or .arrow."),
+]
+UserColumn = Annotated[str | None, typer.Option(metavar="COLUMN", help="With --data: whose row it is.")]
+TargetColumn = Annotated[
+    str | None, typer.Option(metavar="COLUMN", help="With --data: what to predict; several numbers: A,B.")
+]
+FeatureColumns = Annotated[
+    str | None, typer.Option(metavar="A,B", help="With --data: what to predict from (default: all other columns).")
+]
+TextColumn = Annotated[
+    list[str] | None,
+    typer.Option(metavar="COLUMN", help="With --data: text, whose words are hashed into 1024 features; repeatable."),
+]
+TimeColumn = Annotated[
+    str | None, typer.Option(metavar="COLUMN", help="With --data: the last rows of each user are held out for test.")
+]
+Classes = Annotated[
+    int | None, typer.Option(help="With --data: the target is a whole number 0..CLASSES-1, a class and no number.")
+]
+SchemaFile = Annotated[
+    str | None, typer.Option("--schema", metavar="FILE", help="With --data: categories and ranges, as TOML or JSON.")
+]
+SchemaFrom = Annotated[
+    str | None, typer.Option(metavar="FILE", help="With --data: a public table to take categories and ranges from.")
+]
+
+
+def table_part(
+    data: Path | None,
+    user: str | None,
+    target: str | None,
+    features: str | None,
+    text: list[str] | None,
+    time: str | None,
+    classes: int | None,
+    schema: str | None,
+    schema_from: str | None,
+) -> dict[str, Any]:
+    """Return the settings of `dataset = "table"` that flags give; none without flags."""
+    several = None if target is None or "," not in target else [name.strip() for name in target.split(",")]
+    given = {
+        "path": None if data is None else str(data),
+        "user": user,
+        "target": several or target,
+        "features": None if features is None else [name.strip() for name in features.split(",")],
+        "text_columns": text or None,
+        "time": time,
+        "classes": classes,
+        "schema": schema,
+        "schema_from": schema_from,
+    }
+    return {key: value for key, value in given.items() if value is not None}
+
+
 DataDir = Annotated[Path | None, typer.Option(help="Folder with data sets in the hub's layout.", envvar="FEDBLUR_DATA")]
 RankTimeout = Annotated[float, typer.Option(help="Seconds that processes under torchrun wait for each other.")]
 

@@ -13,15 +13,25 @@ import typer
 from rich.console import Console
 
 from fedblur.cli.options import (
+    Classes,
+    DataFile,
+    FeatureColumns,
     Json,
     Plugin,
     Population,
     Quiet,
     RankTimeout,
+    SchemaFile,
+    SchemaFrom,
+    TargetColumn,
+    TextColumn,
+    TimeColumn,
+    UserColumn,
     complete,
     complete_method,
     complete_recipe,
     on_machine,
+    table_part,
 )
 from fedblur.cli.output import print_json
 from fedblur.core.callbacks import Watcher
@@ -44,7 +54,8 @@ from fedblur.training.run_folder import default_folder
 DatasetOption = Annotated[
     str | None,
     typer.Option(
-        help="cifar10, digits, emnist, femnist, mnist, plays, synthetic; fedblur data list shows which are here.",
+        help="cifar10, digits, emnist, femnist, mnist, plays, synthetic; fedblur data list shows which are here. "
+        "table: your own rows, see --data.",
         autocompletion=complete("dataset"),
     ),
 ]
@@ -53,6 +64,13 @@ ModelOption = Annotated[
     typer.Option(
         help="char_mlp (text), cnn, glyphs, gn_cnn, gn_resnet, leaves, logistic, mlp, resnet18.",
         autocompletion=complete("model"),
+    ),
+]
+TaskOption = Annotated[
+    str | None,
+    typer.Option(
+        help="What is learned: classification (default), binary, multilabel, next_token, ranking, regression.",
+        autocompletion=complete("task"),
     ),
 ]
 Set = Annotated[
@@ -94,6 +112,16 @@ def run(
     seed: Annotated[
         int | None, typer.Option(help="Makes the run reproducible and NOT PRIVATE; leave it out to protect people.")
     ] = None,
+    task: TaskOption = None,
+    data: DataFile = None,
+    user_column: UserColumn = None,
+    target_column: TargetColumn = None,
+    feature_columns: FeatureColumns = None,
+    text_column: TextColumn = None,
+    time_column: TimeColumn = None,
+    classes: Classes = None,
+    schema: SchemaFile = None,
+    schema_from: SchemaFrom = None,
     population: Population = None,
     set_: Set = None,
     plugin: Plugin = None,
@@ -118,15 +146,30 @@ def run(
     flags = {
         "dataset": dataset, "model": model, "method": method, "epsilon": epsilon, "rounds": rounds,
         "delta": None if delta is None else parse_value(delta), "sample_rate": sample_rate, "clients": clients,
-        "seed": seed, "recipe": recipe, "population": population,
+        "seed": seed, "recipe": recipe, "population": population, "task": task,
     }  # fmt: skip
     table |= {key: value for key, value in flags.items() if value is not None}
+    own = table_part(
+        data, user_column, target_column, feature_columns, text_column, time_column, classes, schema, schema_from
+    )
+    if own:
+        table["dataset"] = _own_rows(table.get("dataset"), own)
     resolved = configure(apply_overrides(table, set_ or []))
     folder = out or default_folder(resolved)
     machine = replace(machine, rank_timeout=rank_timeout)
     with _watched(RunProgress(resolved.rounds, quiet or json_ or rank() > 0), logger, folder) as (progress, watch):
         done = train(resolved, out=folder, machine=machine, watch=watch, tell=progress.note)
     _show(done, json_)
+
+
+def _own_rows(dataset: Any, flags: dict[str, Any]) -> dict[str, Any]:
+    """Return the data set that --data and its flags name; they override what the file says of a table."""
+    there = dataset if isinstance(dataset, dict) and dataset.get("name") == "table" else None
+    if there is None and "path" not in flags:
+        raise ConfigError('flags about columns need --data FILE (or dataset = { name = "table", … } in the file)')
+    if dataset not in (None, "table") and there is None:
+        raise ConfigError(f"--data and dataset={dataset!r} are both given; keep one")
+    return {**(there or {"name": "table"}), **flags}
 
 
 @on_machine

@@ -73,6 +73,14 @@ class Dataset(Described):
         return "built in" if source is None else place_of(self.cache_name, source)
 
 
+class Divided(Described):
+    """Samples whose users are known, and that divides itself among them."""
+
+    @abstractmethod
+    def federation(self, clients: int | None, validation_share: float, seed: int, data_dir: Path | None) -> Federation:
+        """Return a federation of at most this many training clients; None: of all users."""
+
+
 class Generated(Described):
     """Clients that are computed from a seed when they are needed."""
 

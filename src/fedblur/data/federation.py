@@ -7,7 +7,6 @@ exact, and their roles are drawn at random. (One client more deals all samples a
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,10 +19,10 @@ from torch import Tensor
 from fedblur.core.errors import ConfigError, DataError
 from fedblur.core.registry import build
 from fedblur.core.rng import Seeded
-from fedblur.data.dataset import Dataset, Generated, Raw
+from fedblur.data.dataset import Dataset, Divided, Generated, Raw
 from fedblur.data.partition import Natural
 from fedblur.data.population import Federation, Inputs, Packed, Samples, tensors_of
-from fedblur.data.roles import divide
+from fedblur.data.roles import divide, members_of
 
 
 def load_federation(
@@ -44,6 +43,10 @@ def load_federation(
         if wanted is None:
             raise ConfigError(f"{part.part_name} has no default number of clients; give clients=N")
         return replace(part.federation(wanted, validation_share, seed), public=part.public)
+    if isinstance(part, Divided):
+        if partition is not None and not isinstance(build("partition", partition), Natural):
+            raise ConfigError(f"{part.part_name} knows its users; leave partition out (or 'natural')")
+        return part.federation(clients, validation_share, seed, data_dir)
     raw = part.load(data_dir)
     if partition is None:
         no_writers = part.default_partition == "natural" and raw.owners is None
@@ -54,7 +57,7 @@ def load_federation(
     owners = chosen.owners(raw.train.y, plan.clients, Seeded.root(seed).child("partition").numpy(), raw.owners)
     data = _federation(part.part_name, raw, owners, plan, "; ".join(filter(None, (made_up, raw.note))))
     ids = raw.names or [str(client) for client in range(plan.clients)]
-    return replace(data, public=part.public, members="" if part.public else _members(ids))
+    return replace(data, public=part.public, members="" if part.public else members_of(ids))
 
 
 @dataclass(frozen=True)
@@ -195,15 +198,7 @@ def federation_from_arrays(
         )
     roles = _Roles(total, training, validation, by_id=validation_share > 0)
     data = _federation("arrays", Raw(train, test, who, known), who, roles, "")
-    return replace(data, population=population, public=public, members=_members(given))
-
-
-def _members(ids: Sequence[str]) -> str:
-    """Return a hash of all client ids, in whatever order, and of how many there are."""
-    digest = hashlib.sha256(str(len(ids)).encode())
-    for client in sorted(ids):
-        digest.update(f"\n{len(client)} {client}".encode())
-    return digest.hexdigest()
+    return replace(data, population=population, public=public, members=members_of(given))
 
 
 def own_samples(prefix: str, x: Any, y: Any) -> Samples:

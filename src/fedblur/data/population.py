@@ -161,6 +161,7 @@ class Federation:
     population: str | None = None  # whose budget runs on these data are charged to (docs/populations.md)
     public: bool = False  # whether these are nobody's secret: then only a named population is tracked
     members: str = field(default="", repr=False)  # a hash of all client ids, which is never written down as it is
+    test_owners: Tensor | None = None  # [test samples], int64: whose each is, a training client or -1; None: unknown
     features: dict[str, Federation] = field(default_factory=dict, init=False, repr=False, compare=False)
     """These data as a fixed front of a model sees them, by the front's key: computed once for all runs on them."""
 

@@ -35,6 +35,14 @@ def divide(names: Sequence[str], share: float, seed: int, most: int | None = Non
     return torch.tensor(kept, dtype=torch.int64), torch.tensor(validation, dtype=torch.int64)
 
 
+def members_of(ids: Sequence[str]) -> str:
+    """Return a hash of all client ids, in whatever order, and of how many there are."""
+    digest = hashlib.sha256(str(len(ids)).encode())
+    for client in sorted(ids):
+        digest.update(f"\n{len(client)} {client}".encode())
+    return digest.hexdigest()
+
+
 def identities(names: Iterable[str]) -> Tensor:
     """Hash each name: [names], int64. It is kept beside the samples, the same for a person in every copy."""
     digests = (hashlib.blake2b(name.encode(), digest_size=8).digest() for name in names)

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from fedblur.core.callbacks import Row, figures_of
+from fedblur.core.callbacks import LOADING, Row, figures_of
 from fedblur.learning.metrics.measures import measure_of
 
 
@@ -43,11 +43,14 @@ class RunProgress:
         self.cautioned = False
 
     def __enter__(self) -> RunProgress:
+        self.reading = ExitStack()
+        self.reading.enter_context(reading_bar(self.quiet, self.progress.console))
         return self  # the display starts with the first round: an earlier error leaves no empty line
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.reading.close()
         if self.tasks:
             self.progress.stop()
 
@@ -80,6 +83,41 @@ class RunProgress:
         """Print a line above the display."""
         if not self.quiet:
             self.progress.console.print(text, markup=False, highlight=False)
+
+
+_MANY = 500_000  # rows that take long enough for a bar
+
+
+@contextmanager
+def reading_bar(quiet: bool, console: Console | None = None) -> Iterator[None]:
+    """Show how far the reading of a large table is, until the end of the block."""
+    shown = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        TextColumn("{task.completed:,.0f} rows"),
+        console=console or Console(stderr=True),
+        disable=quiet,
+        transient=True,
+    )
+    tasks: dict[str, TaskID] = {}
+
+    def show(what: str, done: int, total: int | None) -> None:
+        if (total or done) < _MANY:
+            return
+        if what not in tasks:
+            shown.start()
+            tasks[what] = shown.add_task(what, total=total)
+        shown.update(tasks[what], completed=done)
+        if done == total and what.startswith("features"):
+            shown.stop()
+
+    LOADING.append(show)
+    try:
+        yield
+    finally:
+        LOADING.remove(show)
+        if tasks:  # one that never started would leave an empty line
+            shown.stop()
 
 
 @contextmanager
