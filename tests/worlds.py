@@ -83,6 +83,53 @@ class SmallCnn(nn.Module):
         return self.head(self.drop(x.flatten(1)))
 
 
+class Recurrent(nn.Module):
+    """A recurrent network with dropout between its layers; it reads the first rows of an image."""
+
+    def __init__(self, kind: type[nn.RNNBase], **options: bool) -> None:
+        super().__init__()
+        self.layers = kind(8, 6, num_layers=2, dropout=0.5, batch_first=True, **options)
+        self.head = nn.Linear(12 if options else 6, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.layers(x.flatten(1, 2)[:, :3])[0][:, -1])
+        return logits
+
+
+class Transformer(nn.Module):
+    """A stock layer, with dropout in attention, feed-forward and residuals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.layer(x.flatten(1, 2)).mean(1))
+        return logits
+
+
+def adapted() -> nn.Module:
+    """Return a transformer of which little is trained: its head, and a small layer beside a frozen one."""
+    module = Transformer()
+    module.requires_grad_(False)
+    module.register_buffer("scale", torch.linspace(0.5, 1.5, 10))
+    module.head = Beside(nn.Linear(8, 10).requires_grad_(False))
+    return module
+
+
+class Beside(nn.Module):
+    """A frozen layer plus a product of two small ones, as LoRA's (Hu et al. 2021)."""
+
+    def __init__(self, frozen: nn.Linear) -> None:
+        super().__init__()
+        self.frozen = frozen
+        self.down, self.up = nn.Linear(frozen.in_features, 2), nn.Linear(2, frozen.out_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(x) + self.up(self.down(x))
+
+
 def record_of_a_run(accuracy: float = 0.5, clipped_share: float | None = 0.5) -> RunSummary:
     """The summary of an invented run."""
     claim = Claim(

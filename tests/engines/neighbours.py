@@ -1,6 +1,7 @@
 """Neighbouring populations: does one client change what others send, and by how much does it move the integer sum?
 
     python -m tests.engines.neighbours --count 10000          every engine, about 15 minutes each
+    python -m tests.engines.neighbours --models own           recurrent layers, attention, frozen parts
 
 Each trial draws a model, methods, local training and a cohort, at random or as an adversary would choose them, and runs
 the engine with and without one target client. A violation is another client's message that differs in any bit, a sum
@@ -30,7 +31,7 @@ from fedblur.learning.methods.lus import Lus
 from fedblur.learning.methods.sam import Sam
 from fedblur.privacy.mechanisms.base import Release
 from fedblur.privacy.mechanisms.gaussian import FixedPoint, Gaussian
-from tests.worlds import CPU, SmallCnn, job_for
+from tests.worlds import CPU, Recurrent, SmallCnn, Transformer, adapted, job_for
 
 ENGINES: dict[str, Callable[[Packed, int], Engine]] = {
     "vectorised": lambda population, block: LocalEngine(population, CPU, True, block),
@@ -67,11 +68,21 @@ def logistic() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
 
 
-def job_of(trial: int, draw: np.random.Generator) -> ClientJob:
+def recurrent() -> nn.Module:
+    return Recurrent(nn.LSTM)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], ...]] = {
+    "library": (dense, logistic, SmallCnn),
+    "own": (recurrent, Transformer, adapted),
+}
+
+
+def job_of(trial: int, models: str = "library") -> ClientJob:
     """Return one of a dozen jobs, so that traced code is met again."""
     local = LocalTraining(steps=(2, 12)[trial % 2], batch_size=8, learning_rate=(0.1, 2.0)[trial % 2])
     torch.manual_seed(trial % 3)
-    module = (dense, logistic, SmallCnn)[trial % 3]()
+    module = MODELS[models][trial % 3]()
     return job_for(module, METHODS[trial % 4], CLIP_NORM, local)
 
 
@@ -94,10 +105,10 @@ def population_of(kind: str, draw: np.random.Generator) -> Packed:
     return Packed(torch.from_numpy(x), torch.from_numpy(y), torch.cumsum(counts, 0) - counts, counts, 10)
 
 
-def count_violations(engine: str, trials: int, seed: int = 0) -> Counts:
+def count_violations(engine: str, trials: int, seed: int = 0, models: str = "library") -> Counts:
     """Run so many trials on one engine."""
     found = Counts()
-    jobs = {trial: job_of(trial, np.random.default_rng(trial)) for trial in range(12)}
+    jobs = {trial: job_of(trial, models) for trial in range(12)}
     for trial in range(trials):
         draw = np.random.default_rng((seed, trial))
         population = population_of(KINDS[int(draw.integers(len(KINDS)))], draw)
@@ -159,12 +170,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=10_000, help="trials for each engine")
     parser.add_argument("--engine", choices=[*ENGINES], action="append", help="default: all")
+    parser.add_argument("--models", choices=[*MODELS], default="library")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, Counts] = {}
     for engine in given.engine or [*ENGINES]:
-        found[engine] = count_violations(engine, given.count, given.seed)
+        found[engine] = count_violations(engine, given.count, given.seed, given.models)
         print(table({engine: found[engine]}).splitlines()[-1], flush=True)
     return min(1, sum(counts.violations for counts in found.values()))
 

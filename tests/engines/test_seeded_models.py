@@ -14,31 +14,7 @@ from fedblur.core.rng import Seeded
 from fedblur.engines import Engine, LocalEngine
 from fedblur.learning.methods.lus import Lus
 from tests.engines.neighbours import ENGINES
-from tests.worlds import CPU, job_for, packed
-
-
-class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase], **options: bool) -> None:
-        super().__init__()
-        self.layers = kind(8, 6, num_layers=2, dropout=0.5, batch_first=True, **options)
-        self.head = nn.Linear(12 if options else 6, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.layers(x.flatten(1, 2)[:, :3])[0][:, -1])
-        return logits
-
-
-class Transformer(nn.Module):
-    """A stock layer, with dropout in attention, feed-forward and residuals."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True)
-        self.head = nn.Linear(8, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.layer(x.flatten(1, 2)).mean(1))
-        return logits
+from tests.worlds import CPU, Recurrent, Transformer, job_for, packed
 
 
 class Attention(nn.Module):

@@ -6,6 +6,9 @@ In one file, since importing transformers takes seconds.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -197,3 +200,10 @@ def test_train__a_private_run_of_adapters_is_checked_for_isolation(tmp_path: Pat
     machine = fedblur.Machine(engine="vectorised")  # which stops where one client's last bits depend on others
     run = fedblur.train(private, module=llama(), federation=federation(), out=tmp_path / "run", machine=machine)
     assert "vectorised" in str(run.record.machine)
+
+
+@pytest.mark.long
+def test_memory__grows_with_the_adapters_alone() -> None:
+    command = [sys.executable, "benchmarks/adapters_memory.py", "--layers", "2", "--clients", "64"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": "src"}, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
