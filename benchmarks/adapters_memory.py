@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python benchmarks/adapters_memory.py [--clients 64] [--layers 6] [--hidden 384] [--tokens 16]
 
-A randomly initialised BERT of the size of MiniLM with peft LoRA (rank 4 on query and value) trains 1 client, then 64 at once; each in a
-process of its own. What a process takes beyond the libraries is compared with the bound: twice what one client takes,
+A randomly initialised BERT of MiniLM's size with peft LoRA (rank 4 on query, value) trains 1 client, then 64, each in
+a process of its own. What a process takes beyond the libraries is compared with the bound: twice what one client takes,
 plus 64 times the adapters. `--engine vectorised` sizes its own blocks; `--block 64` puts all clients into one.
 """
 

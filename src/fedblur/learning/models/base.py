@@ -1,8 +1,8 @@
 """The interface of a model part, its initial weights from a seed, and what models share.
 
 Contract: `build(shape, classes)` gives a plain nn.Module that maps [batch, *shape] to logits [batch,
-classes], has no buffers, and works under `torch.func.vmap(torch.func.grad(...))`. A shape that does not fit
-is a ModelError.
+classes], whose buffers are constants, and that works under `torch.func.vmap(torch.func.grad(...))`. A shape that
+does not fit is a ModelError.
 """
 
 from __future__ import annotations
