@@ -494,7 +494,21 @@ def test_tune__says_its_cost_first_and_prints_the_winner(tmp_path: Path) -> None
     assert not (tmp_path / "w").exists()
     done = CliRunner().invoke(app, [*command, "--json"])
     assert done.exit_code == 0
-    assert json.loads(done.output)["privacy"]["tuned"] == "private selection"
+    shown = json.loads(done.output)
+    assert shown["privacy"]["tuned"] == "private selection"
+    kept = json.loads((tmp_path / "w/config.json").read_text())["clip_norm"]
+    assert shown["winner"] == f"run | clip_norm={kept}"
+
+
+def test_tune__on_proxy_data_prints_every_score_and_the_winner(tmp_path: Path) -> None:
+    (tmp_path / "grid.toml").write_text(GRID)
+    command = ["tune", str(tmp_path / "grid.toml"), "--proxy", "synthetic", "--out", str(tmp_path / "w"), "--quiet"]
+    done = CliRunner().invoke(app, [*command, "--device", "cpu"])
+    assert done.exit_code == 0, done.output
+    kept = json.loads((tmp_path / "w/config.json").read_text())["clip_norm"]
+    lines = done.output.splitlines()
+    assert lines[0].endswith(f"on proxy data: run | clip_norm={kept}")
+    assert lines[2] == f"Winner: run | clip_norm={kept}, one of 2 configurations"
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,14 @@ def table_part(
 DataDir = Annotated[Path | None, typer.Option(help="Folder with data sets in the hub's layout.", envvar="FEDBLUR_DATA")]
 RankTimeout = Annotated[float, typer.Option(help="Seconds that processes under torchrun wait for each other.")]
 
+LoggerOption = Annotated[
+    list[str] | None, typer.Option("--logger", metavar="NAME", help="tensorboard, mlflow or wandb; repeatable.")
+]
+LogLocalOnly = Annotated[
+    bool,
+    typer.Option("--log-local-only", help="Send figures that no noise protects to other machines, too. NOT PRIVATE."),
+]
+
 _MACHINE: dict[str, tuple[Any, Any]] = {  # name: (option, default)
     "data_dir": (DataDir, None),
     "device": (Annotated[str, typer.Option(help='Where to compute: "auto", "cpu", "cuda", "cuda:1".')], "auto"),

@@ -17,6 +17,8 @@ from fedblur.cli.options import (
     DataFile,
     FeatureColumns,
     Json,
+    LoggerOption,
+    LogLocalOnly,
     Plugin,
     Population,
     Quiet,
@@ -42,7 +44,7 @@ from fedblur.core.plugins import read_config
 from fedblur.core.registry import parts
 from fedblur.engines.distributed import rank
 from fedblur.experiments.recipe import configure
-from fedblur.report.loggers import with_loggers
+from fedblur.report.loggers import Occasion, with_loggers
 from fedblur.report.progress import RunProgress
 from fedblur.report.statement import read_statement
 from fedblur.report.text import print_summary
@@ -76,9 +78,6 @@ TaskOption = Annotated[
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Any other setting: clip_norm=0.3, method.blur.strength=0.8."),
-]
-LoggerOption = Annotated[
-    list[str] | None, typer.Option("--logger", metavar="NAME", help="tensorboard or mlflow, local only; repeatable.")
 ]
 
 
@@ -130,6 +129,7 @@ def run(
     machine: Machine,
     rank_timeout: RankTimeout = 600.0,
     logger: LoggerOption = None,
+    log_local_only: LogLocalOnly = False,
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -157,7 +157,9 @@ def run(
     resolved = configure(apply_overrides(table, set_ or []))
     folder = out or default_folder(resolved)
     machine = replace(machine, rank_timeout=rank_timeout)
-    with _watched(RunProgress(resolved.rounds, quiet or json_ or rank() > 0), logger, folder) as (progress, watch):
+    with _watched(
+        RunProgress(resolved.rounds, quiet or json_ or rank() > 0), logger, Occasion(folder, local_only=log_local_only)
+    ) as (progress, watch):
         done = train(resolved, out=folder, machine=machine, watch=watch, tell=progress.note)
     _show(done, json_)
 
@@ -180,6 +182,7 @@ def resume(
     machine: Machine,
     rank_timeout: RankTimeout = 600.0,
     logger: LoggerOption = None,
+    log_local_only: LogLocalOnly = False,
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -189,16 +192,20 @@ def resume(
     """
     console = Console(stderr=True)
     machine = replace(machine, rank_timeout=rank_timeout)
-    with _watched(RunProgress(None, quiet or json_ or rank() > 0), logger, path) as (_, watch):
+    with _watched(
+        RunProgress(None, quiet or json_ or rank() > 0), logger, Occasion(path, local_only=log_local_only)
+    ) as (_, watch):
         done = resume_run(path, machine=machine, watch=watch, tell=lambda line: console.print(line, markup=False))
     _show(done, json_)
 
 
 @contextmanager
-def _watched(display: RunProgress, loggers: list[str] | None, folder: Path) -> Iterator[tuple[RunProgress, Watcher]]:
+def _watched(
+    display: RunProgress, loggers: list[str] | None, occasion: Occasion
+) -> Iterator[tuple[RunProgress, Watcher]]:
     """Return the display and the loggers of a run; they are checked before anything starts."""
     names = loggers or [] if rank() == 0 else []
-    with with_loggers(names, folder, display) as (watch, note), display as progress:
+    with with_loggers(names, occasion, display) as (watch, note), display as progress:
         if note:
             progress.note(note)
         yield progress, watch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,9 +12,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from fedblur.cli.options import Json, Plugin, Quiet, on_machine
+from fedblur.cli.options import Json, LoggerOption, LogLocalOnly, Plugin, Quiet, on_machine
 from fedblur.cli.options import Population as PopulationOption
 from fedblur.cli.output import print_json
+from fedblur.core.callbacks import Watcher
 from fedblur.core.errors import ConfigError
 from fedblur.experiments.forecast import forecast
 from fedblur.experiments.result_store import Results, Stale
@@ -21,7 +23,8 @@ from fedblur.experiments.table import Cell, TimeLimit, aggregate, pending, run_c
 from fedblur.experiments.table_spec import Spec, read_spec
 from fedblur.privacy.claim import SEEDED
 from fedblur.privacy.populations import Population
-from fedblur.report.progress import RunProgress, one_by_one
+from fedblur.report.loggers import Occasion, where_loggers_write, with_loggers
+from fedblur.report.progress import one_by_one
 from fedblur.report.statement import words_of_total, write_statement
 from fedblur.report.table import print_whole, render, render_forecast
 from fedblur.report.text import words_of_population
@@ -61,6 +64,8 @@ def table(
     ] = None,
     *,
     machine: Machine,
+    logger: LoggerOption = None,
+    log_local_only: LogLocalOnly = False,
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -100,12 +105,17 @@ def table(
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     _warn(store, specs, tell)
-    with one_by_one(quiet or json_, console) as start:
+    with one_by_one(quiet or json_, console) as start, ExitStack() as open_loggers:
 
-        def watch(cell: Cell, index: int) -> RunProgress:
+        def watch(cell: Cell, index: int) -> Watcher:
             name = cell.name if len(specs) > 1 else cell.name.split(": ", 1)[1]
-            return start(cell.config.rounds, f"[{index + 1}/{len(cells)}] {name}")
+            display = start(cell.config.rounds, f"[{index + 1}/{len(cells)}] {name}")
+            open_loggers.close()  # of the cell before
+            occasion = Occasion(folder / "cells" / cell.key, folder, name, log_local_only)
+            return open_loggers.enter_context(with_loggers(logger or (), occasion, display))[0]
 
+        for line in where_loggers_write(logger or (), Occasion(folder, folder, "", log_local_only)):
+            tell(line)  # a logger that is missing is found before anything is spent
         note = (lambda text: None) if quiet or json_ else tell
         left = run_cells(waiting, store, folder / "cells", machine, watch, cells, TimeLimit(max_minutes), note)
     if left:

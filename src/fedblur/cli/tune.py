@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,11 +14,13 @@ from rich.console import Console
 
 from fedblur.cli.options import Json, Plugin, Population, Quiet, complete, on_machine
 from fedblur.cli.output import print_json
-from fedblur.core.config import Config, apply_overrides
+from fedblur.core.config import Config, apply_overrides, config_hash
 from fedblur.core.errors import ConfigError
 from fedblur.experiments.private_search import Search, make_search
 from fedblur.experiments.search_runner import Tuned, load_data, run_search, tune_on_proxy
 from fedblur.experiments.table import read_spec
+from fedblur.learning.metrics import metrics_of
+from fedblur.learning.metrics.measures import measure_of
 from fedblur.privacy.private_selection import TrialCount
 from fedblur.report.progress import RunProgress, one_by_one
 from fedblur.report.text import in_short, print_summary
@@ -66,7 +69,12 @@ def tune(
     Example: `fedblur tune examples/quickstart-tune.toml --dry-run`
     """
     named = [f"population={json.dumps(population)}"] if population else []
-    configs = [cell.config for cell in read_spec(path, named).cells]
+    cells = read_spec(path, named).cells
+    configs = [cell.config for cell in cells]
+    found: dict[str, str] = {}
+    for cell in cells:  # as the search counts its candidates
+        found.setdefault(config_hash(replace(cell.config, evaluate="test")), cell.group)
+    names = list(found.values())
     folder = out or Path("runs") / f"{path.stem}-tuned"
     if proxy is not None:
         given = {"--epsilon": epsilon is not None, "--trials": trials != _TRIALS, "--eta": eta != _ETA}
@@ -81,7 +89,7 @@ def tune(
         if dry_run:
             return _explain_proxy(configs, proxy, json_)
         with _trials(quiet or json_) as trial:
-            return _show(tune_on_proxy(configs, overrides, folder, machine, trial), json_)
+            return _show(tune_on_proxy(configs, overrides, folder, machine, trial), names, json_)
     if proxy_set:
         raise ConfigError("--proxy-set needs proxy data; name those with --proxy")
     if score not in ("private", "public"):
@@ -107,7 +115,7 @@ def tune(
         return None
     with _trials(quiet or json_) as trial:
         tuned = run_search(search, folder, machine, data, trial)
-    return _show(tuned, json_)
+    return _show(tuned, names, json_)
 
 
 @contextmanager
@@ -137,19 +145,28 @@ def _explain(search: Search, clients: int) -> None:
         f"ε = {in_short(search.epsilon)} at δ = {search.delta:.3g} for the whole search (RDP); "
         f"one trial alone {in_short(search.trial_epsilon)}",
     ]
+    config = search.candidates[0]
+    metric = metrics_of(config.task, config.metrics)[0].key
+    what = "accuracy" if metric == "accuracy" else f"score by {measure_of(metric).words}, 0 to 100,"
     if search.score_noise:
         noise = 50 * search.score_noise / clients
-        lines.append(f"scores: mean accuracy of {clients} validation clients, ± {noise:.2g} points of noise")
+        lines.append(f"scores: mean {what} of {clients} validation clients, ± {noise:.2g} points of noise")
     else:
-        lines.append(f"scores: mean accuracy of {clients} validation clients, who are NOT protected")
+        lines.append(f"scores: mean {what} of {clients} validation clients, who are NOT protected")
     for line in lines:
         Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _show(tuned: Tuned, as_json: bool) -> None:
+def _show(tuned: Tuned, names: list[str], as_json: bool) -> None:
+    """Print the winner: its name in the file, what it is, and on proxy data, which are public, all scores."""
+    winner = None if tuned.chosen is None else names[tuned.chosen]
     if as_json:
-        print_json({"run": str(tuned.path), **tuned.summary})
+        print_json({"run": str(tuned.path), "winner": winner, **tuned.summary})
     elif tuned.record is None:
         typer.echo(f"{NOTHING}; the search still cost epsilon = {in_short(tuned.epsilon)}")
     else:
+        console = Console(soft_wrap=True)
+        for score, name in sorted(zip(tuned.scores, names, strict=True), reverse=True) if tuned.scores else ():
+            console.print(f"{score:.4f} on proxy data: {name}", highlight=False, markup=False)
+        console.print(f"Winner: {winner}, one of {len(names)} configurations", highlight=False, markup=False)
         print_summary(tuned.path, tuned.record, Console())

@@ -61,6 +61,8 @@ class Tuned:
     epsilon: float  # what it cost
     delta: float
     record: RunSummary | None  # of the winner; None: no trial was drawn
+    chosen: int | None = None  # the winner's place among the candidates, which its configuration shows too
+    scores: tuple[float, ...] = ()  # of each candidate on proxy data; a private search tells none but the winner's
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -82,15 +84,15 @@ def run_search(
         ledger = _pay(search, out, data)
         trials = _Trials(search, local, replace(machine, paid_by=ledger.path), data, rng, watch)
         scores = [trials.run(index, pick) for index, pick in enumerate(picks)]
-        record = None
+        record = chosen = None
         if scores:
             best = max(range(len(scores)), key=scores.__getitem__)  # the first of equals: trials are exchangeable
             winner = RunFolder(local / f"trial-{best}")
             trial = _whole(winner)
             claimed = replace(trial.privacy, population=ledger.population())
             stated = winners_claim(search, data, claimed, ledger.anchor(), scores[best])
-            record = _release(trial, winner, folder, stated)
-        tuned = Tuned(out, search.epsilon, search.delta, record)
+            record, chosen = _release(trial, winner, folder, stated), picks[best]
+        tuned = Tuned(out, search.epsilon, search.delta, record, chosen)
         if record is None:
             write_atomically(folder.summary, (canonical(tuned.summary) + "\n").encode())
             close_ledger(folder.ledger, folder.released())
@@ -295,7 +297,7 @@ def tune_on_proxy(
     words = f"chosen among {len(chosen)} configurations on {name}, which is declared to be public; this cost no privacy"
     record = replace(run.record, privacy=replace(run.record.privacy, tuned="proxy data", tuning=words))
     RunFolder(out).write_summary(record)
-    return Tuned(out, run.epsilon, record.privacy.delta, record)
+    return Tuned(out, run.epsilon, record.privacy.delta, record, best, tuple(scores))
 
 
 def _ended(folder: RunFolder) -> bool:

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from fedblur.core.callbacks import Row
 from fedblur.core.errors import ConfigError
 from fedblur.core.files import make_folder
-from fedblur.report.loggers import figures
+from fedblur.report.loggers import Occasion, figures
 
 
 class TensorBoardLogger:
     """One scalar for each figure of a round; `tensorboard --logdir RUN` shows them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, occasion: Occasion) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise ConfigError(
                 "--logger tensorboard needs TensorBoard, which is not here; pip install 'fedblur[tensorboard]'"
             ) from None
-        self.folder = folder / "tensorboard"
+        cell = "".join(letter if letter.isalnum() or letter in " +-=." else "_" for letter in occasion.title)
+        self.folder = occasion.home / "tensorboard" / cell  # of a table: a run of TensorBoard for each cell
         self._make: Any = SummaryWriter
         self._writer: Any = None
 
