@@ -34,7 +34,7 @@ from fedblur.learning.personal import FirstRows, Personal, shared_layout
 from fedblur.privacy.clipping import Bounded, Message
 from fedblur.privacy.mechanisms.base import Release, mechanism_for
 from fedblur.privacy.mechanisms.secure_sum import SecureSum
-from fedblur.training.checks import check_task
+from fedblur.training.checks import check_targets, check_task
 from fedblur.training.setup import as_read_by, check_reading, plan_for, width_of
 
 _CPU = torch.device("cpu")
@@ -146,6 +146,7 @@ def _job(
 ) -> tuple[ClientJob, Federation]:
     """Return what this node's client is asked to do, and its data as the model reads them."""
     data = Federation("a node's own", own, None, 0, own.samples())
+    check_targets(config, data)
     module = (
         deployment.module()
         if deployment.module

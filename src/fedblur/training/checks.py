@@ -78,12 +78,17 @@ def check_fit(config: Config, data: Federation, named: bool) -> None:
         method.view(as_input(each_input(data.test.x, lambda x: x[:2])), torch.tensor(0), 0)
 
 
-def check_task(config: Config, data: Federation, outputs: Tensor) -> None:
-    """Refuse targets, a loss and metrics that do not fit each other. `outputs`: of the first samples, or of zeros."""
-    task, classes, y = config.task, data.train.classes, data.test.y
-    task.check_targets("the test data's target", y, classes)
+def check_targets(config: Config, data: Federation) -> None:
+    """Refuse targets that are not the task's, of held-out data and of clients, before a model is made for them."""
+    task, classes = config.task, data.train.classes
+    task.check_targets("the test data's target", data.test.y, classes)
     if isinstance(data.train, Packed) and not isinstance(task, Classification):  # whose targets Packed has checked
         task.check_targets("a client's target", data.train.y, classes)
+
+
+def check_task(config: Config, data: Federation, outputs: Tensor) -> None:
+    """Refuse targets, a loss and metrics that do not fit each other. `outputs`: of a few samples."""
+    task, y = config.task, data.test.y
     few = y[: len(outputs)].to(outputs.device)
     outputs = outputs[: len(few)]
     try:

@@ -22,7 +22,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -74,9 +74,9 @@ class RunSummary:
 
     status: str  # "complete", or how far it got
     rounds: int
-    accuracy: float | None  # of a classifier
+    accuracy: float | None = field(default=None, kw_only=True)  # of a classifier
     loss: float
-    accuracy_last_10_evaluations: float | None
+    accuracy_last_10_evaluations: float | None = field(default=None, kw_only=True)
     evaluated_on: str
     data: str
     data_note: str

@@ -45,7 +45,7 @@ from fedblur.privacy.clipping import Message
 from fedblur.privacy.ledger import Budget, Ledger, Subject, randomness_of
 from fedblur.privacy.mechanisms.base import mechanism_for
 from fedblur.privacy.population_account import account_of, covers
-from fedblur.training.checks import cautions, check_fit, check_task
+from fedblur.training.checks import cautions, check_fit, check_targets, check_task
 from fedblur.training.client_rows import RowsInMemory, RowsOnDisk
 from fedblur.training.machine import Machine
 from fedblur.training.own_parts import audited, own_parts
@@ -209,6 +209,7 @@ def data_and_model(
     data, device = federation or load(config, machine), machine.torch_device()
     shape = data.train.shape
     check_fit(config, data, module is None)
+    check_targets(config, data)
     width = width_of(config.task, data)
     named = functools.partial(make_model, config.model, shape, width, rng.child("init").seed())
     module = named() if module is None else copied(module)  # the caller's own stays: a second run starts there too
