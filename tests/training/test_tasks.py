@@ -43,7 +43,7 @@ def test_run__carries_its_headline_through_rounds_summary_and_statement(tmp_path
     texts = [path.read_text().lower() for path in run.path.iterdir() if path.suffix in (".md", ".json", ".jsonl")]
     assert len(texts) >= 5
     assert not any("accuracy" in text for text in texts)
-    assert f"Its rmse is {run.metrics['rmse']:.4g} on test data" in (run.path / "statement.md").read_text()
+    assert f"Its RMSE is {run.metrics['rmse']:.4g} on test data" in (run.path / "statement.md").read_text()
     with pytest.raises(RunError, match=r"measured rmse, mae, not accuracy: read run\.metrics"):
         _ = run.accuracy
 
