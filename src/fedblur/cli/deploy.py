@@ -70,16 +70,18 @@ def gateway(
     listen: Annotated[str, typer.Option(help="Address and port for nodes.")] = "0.0.0.0:8443",
     superlink: Annotated[str, typer.Option(help="Where the SuperLink listens on this machine.")] = "127.0.0.1:8000",
     secrets: Annotated[Path, typer.Option(help="Folder with ca.crt, server.crt and server.key.")] = Path("secrets"),
-    largest: Annotated[int, typer.Option(help="Most bytes of a request.", min=1)] = 64 * 2**20,
-    connections: Annotated[int, typer.Option(help="Most connections at once; a node has one or two.", min=1)] = 1000,
+    largest: Annotated[int, typer.Option(help="Maximum size of a request, in bytes.", min=1)] = 64 * 2**20,
+    connections: Annotated[
+        int, typer.Option(help="Maximum number of connections; a node has up to two.", min=1)
+    ] = 1000,
     per_address: Annotated[
-        int, typer.Option(help="Most connections of one address; nodes behind one router share theirs.", min=1)
+        int, typer.Option(help="Maximum number of connections per address; nodes behind one router share it.", min=1)
     ] = 256,
     client_ca: Annotated[
         Path | None, typer.Option(help="Admit only connections with a certificate that this authority signed.")
     ] = None,
 ) -> None:
-    """Let nodes through to the SuperLink, and nothing else: nobody starts runs or sends oversized requests.
+    """Forward nodes' requests to the SuperLink, and refuse everything else.
 
     Headers, waiting time and connections of strangers are limited; docs/deploy.md has the figures.
 

@@ -42,7 +42,7 @@ Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.
 @app.command("show")
 def show(
     runs: Runs,
-    delta: Annotated[float | None, typer.Option(help="Delta of the total (default: the smallest of the runs).")] = None,
+    delta: Annotated[float | None, typer.Option(help="δ of the total (default: the smallest of the runs).")] = None,
     json_: Json = False,
 ) -> None:
     """Recompute epsilon from the events; several runs on the same clients are composed into one total.
@@ -93,9 +93,7 @@ def verify_(
     ] = None,
     sealed: Annotated[
         str | None,
-        typer.Option(
-            "--seal", help="What fedblur ledger seal printed, or the file with it: the ledger must be that one."
-        ),
+        typer.Option("--seal", help="The line that fedblur ledger seal printed, or a file with it."),
     ] = None,
     plugin: Plugin = None,
     json_: Json = False,
@@ -175,7 +173,7 @@ def sign_(
     plugin: Plugin = None,
     json_: Json = False,
 ) -> None:
-    """Sign ledgers as they are now. A run that was verified is signed; one with findings is refused.
+    """Sign the ledgers as they are now. Each run is verified first; a run with findings is refused.
 
     Example: `fedblur ledger sign runs/first --key operator`
     """

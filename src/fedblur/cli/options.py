@@ -48,7 +48,7 @@ Plugin = Annotated[
 ]  # fmt: skip
 Population = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Whose budget pays: one for all runs on these people. Public data need none."),
+    typer.Option(metavar="NAME", help="Name of the people whose budget is charged. Not needed for public data."),
 ]
 DataFile = Annotated[
     Path | None,

@@ -93,14 +93,14 @@ def show(name: Name, json_: Json = False) -> None:
 def budget(
     name: Name,
     epsilon: Annotated[float, typer.Option(help="What all runs on these people may spend together.")],
-    delta: Annotated[float, typer.Option(help="Delta of the total.")],
+    delta: Annotated[float, typer.Option(help="δ of the total.")],
     adaptive: Annotated[
         bool,
-        typer.Option(help="Hold also if later runs' noise is chosen by looking at earlier runs (RDP, fixed orders)."),
+        typer.Option(help="Also cover runs whose noise you choose after seeing earlier results (RDP, fixed orders)."),
     ] = False,
     json_: Json = False,
 ) -> None:
-    """Set or change the budget of a population. Below what is spent, it refuses everything further.
+    """Set or change the budget of a population. A budget below what is already spent blocks all further runs.
 
     Example: `fedblur population budget ward-3 --epsilon 4 --delta 1e-5`
     """
@@ -114,7 +114,7 @@ def budget(
 def reconcile(
     name: Name,
     runs: Annotated[
-        list[Path] | None, typer.Argument(metavar="[RUN]...", help="Run folders to count that it does not know.")
+        list[Path] | None, typer.Argument(metavar="[RUN]...", help="Run folders to add to the count.")
     ] = None,
     json_: Json = False,
 ) -> None:

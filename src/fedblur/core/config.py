@@ -86,7 +86,7 @@ class Config:
     # run
     seed: int | None = None  # None: OS entropy, private; a number: reproducible, NOT PRIVATE
     data_seed: int = 0  # partition and splits: the same for all seeds, so that methods are compared pairwise
-    test_views: int = 1  # predictions are the mean over the sample and so many less one views of it (method "augment")
+    test_views: int = 1  # views that a prediction averages: the sample itself, the others by method "augment"
     eval_every: int | None = None  # None: about twenty times a run
     checkpoint_every: int = 10  # rounds between checkpoints, which a stopped run resumes from
 

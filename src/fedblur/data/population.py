@@ -147,7 +147,7 @@ def sample_index(starts: Tensor, sizes: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Federation:
-    """A data set, divided: clients that train, clients that only tune, and test data that only the end sees."""
+    """A data set divided among clients: training clients, validation clients for tuning, and test data."""
 
     name: str  # of the data set
     train: Population  # clients that train

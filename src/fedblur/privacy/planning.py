@@ -56,7 +56,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Outlook:
-    """A setting with what follows from it, under each accountant that can interpret it."""
+    """The cost and the noise of a setting, under each accountant that can interpret it."""
 
     setting: Setting  # what was asked
     plans: Mapping[Accountant, PrivacyPlan]  # by accountant: noise, ε and δ
@@ -109,7 +109,7 @@ def signal_to_noise(plan: PrivacyPlan, parameters: int) -> float:
 
 
 def outlook(setting: Setting) -> Outlook:
-    """Return what follows from a setting. It is refused only if no accountant can make a plan of it."""
+    """Return what a setting costs and how noisy it is. It is refused only if no accountant can plan it."""
     plans: dict[Accountant, PrivacyPlan] = {}
     refused: list[PrivacyError] = []
     for accountant in ACCOUNTANTS:

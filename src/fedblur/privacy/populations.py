@@ -160,7 +160,7 @@ class Population:
         return None if table is None else from_json(Limit, table, self.folder / _BUDGET)
 
     def set_limit(self, limit: Limit) -> None:
-        """Set the budget. Below what is spent, it refuses everything further."""
+        """Set the budget. One below what is already spent blocks all further releases."""
         with self.locked():
             self._write(_BUDGET, asdict(replace(limit, since=now())))
 

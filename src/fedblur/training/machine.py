@@ -18,7 +18,7 @@ Precision = Literal["auto", "bf16", "fp32"]
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine of a run, apart from its configuration: it must not change the result's meaning."""
+    """The place where a run computes: device, engine, precision, data. It does not change what a result means."""
 
     device: str = "auto"  # "auto": a GPU where there is one; "cpu", "cuda", "cuda:1"
     engine: EngineName = "auto"  # "auto": the faster one, by a timing; "vectorised": blocks of clients; "sequential"

@@ -18,7 +18,7 @@ from fedblur.learning.metrics.shares import demand_ranks, ranks_of
 class AtK(Metric):
     """A mean over samples of what the rank of the right item is worth."""
 
-    k: int = 10
+    k: int = 10  # the last rank that counts
 
     def __post_init__(self) -> None:
         if self.k < 1:

@@ -56,7 +56,7 @@ class Accuracy(Metric):
 class TopK(Metric):
     """The share of samples or tokens whose class is among the k most likely ones."""
 
-    k: int = 5
+    k: int = 5  # how many of the most likely classes count as right
 
     percent: ClassVar[bool] = True
 
