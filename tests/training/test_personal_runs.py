@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 import fedblur
-from fedblur.core.errors import ConfigError, PrivacyError, RunError, TimeIsUp
+from fedblur.core.errors import ConfigError, DataError, PrivacyError, RunError, TimeIsUp
 from fedblur.data.population import Federation, Samples
 from fedblur.training.round import run_round
+from fedblur.training.run_folder import RunFolder
 from fedblur.training.setup import prepare
 from tests.learning.test_personal import Net
 from tests.worlds import packed
@@ -239,3 +240,99 @@ def test_refused__where_it_makes_no_sense(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=words):
             run_of(tmp_path / "run", settings)
         assert not (tmp_path / "run").exists()
+
+
+# --- clients' own models, measured ---
+
+
+def owned(people: object = None, **options: object) -> Federation:
+    """Clients who have a quarter as many held-out samples as training samples; some test samples are nobody's."""
+    whole = packed([size + size // 4 for size in SIZES], (6,), 3)
+    place = torch.cat([torch.arange(size + size // 4) for size in SIZES])
+    who = torch.repeat_interleave(torch.arange(len(SIZES)), whole.sizes)
+    held = place >= torch.tensor(SIZES)[who]
+    owners = torch.cat([who[held], torch.tensor([-1, -1])])
+    extra = whole.x[:2], whole.y[:2]
+    return fedblur.federation_from_arrays(
+        whole.x[~held], whole.y[~held], who[~held], torch.cat([whole.x[held], extra[0]]),
+        torch.cat([whole.y[held], extra[1]]), classes=3, public=True, test_owners=owners, **options,
+    )  # fmt: skip
+
+
+def by_hand(run: fedblur.Run, data: Federation) -> float:
+    """Each client's own model on its own held-out samples, one by one."""
+    hits = total = 0
+    for client in range(data.train.clients):
+        mine = data.test_owners == client
+        if mine.any():
+            with torch.no_grad():
+                hits += int((run.personal(client)(data.test.x[mine]).argmax(1) == data.test.y[mine]).sum())
+            total += int(mine.sum())
+    return hits / total
+
+
+@pytest.mark.parametrize("engine", ["vectorised", "sequential"])
+def test_personal_figures__are_of_each_client_s_own_model_on_its_own_samples(engine: str, tmp_path: Path) -> None:
+    data, machine = owned(), fedblur.Machine(device="cpu", engine=engine)
+    settings = config(rounds=12, local=fedblur.LocalTraining(steps=20, batch_size=8, learning_rate=0.3))
+    run = fedblur.train(settings, out=tmp_path / "run", federation=data, module=Net(), machine=machine)
+    assert run.personal_figures["accuracy"] == by_hand(run, data)
+    assert run.personal_figures["accuracy"] > run.accuracy + 0.1  # which is that of a new client
+    assert run.rounds[-1]["local_only"]["personal_accuracy"] == run.personal_figures["accuracy"]
+    assert set(run.personal_figures) == {"accuracy", "loss"}
+
+
+def test_personal_figures__leave_nothing_in_what_is_released(tmp_path: Path) -> None:
+    """The ledger's closing line, statement and summary are the same, whatever clients' own models reach."""
+    settings = config(
+        metrics=("accuracy", "f1"), local=fedblur.LocalTraining(steps=20, batch_size=8, learning_rate=0.3)
+    )
+    with_owners, data = owned(), owned()
+    object.__setattr__(data, "test_owners", None)
+    runs = [
+        fedblur.train(settings, out=tmp_path / name, federation=each, module=Net())
+        for name, each in (("with", with_owners), ("without", data))
+    ]
+    assert runs[0].personal_figures
+    assert not runs[1].personal_figures
+    released = [RunFolder(run.path).released() for run in runs]  # what the ledger's closing line stands for
+    assert (released[0]["model"], released[0]["rounds"]) == (released[1]["model"], released[1]["rounds"])
+    summaries = [run.summary | {"local_only": None, "seconds": None} for run in runs]
+    for summary in summaries:
+        summary["privacy"]["ledger"] = None  # which has the time in it
+    assert summaries[0] == summaries[1]
+    assert "personal_accuracy" not in (runs[0].path / "statement.md").read_text()
+    rows = [json.loads(line) for line in (runs[0].path / "rounds.jsonl").read_text().splitlines()]
+    assert all("personal_accuracy" not in row | (row.get("figures") or {}) for row in rows)
+
+
+def test_personal_steps__personalise_before_measuring_and_keep_nothing(tmp_path: Path) -> None:
+    """Clients who were never sampled have a useful model too; rows, model and ledger are those of a run without."""
+    data, local = owned(), fedblur.LocalTraining(steps=5, batch_size=8, learning_rate=0.3)
+    settings = [config(rounds=2, sample_rate=0.1, local=local, personal_steps=steps) for steps in (0, 30)]
+    runs = [
+        fedblur.train(each, out=tmp_path / str(each.personal_steps), federation=data, module=Net(),
+                      machine=fedblur.Machine(device="cpu", engine=engine))
+        for each, engine in zip([*settings, settings[1]], ["vectorised", "vectorised", "sequential"], strict=False)
+        if not (tmp_path / str(each.personal_steps)).exists()
+    ]  # fmt: skip
+    plain, tuned = runs
+    assert tuned.personal_figures["accuracy"] > plain.personal_figures["accuracy"] + 0.1
+    for name in ("model.safetensors", "personal/rows.bin"):
+        assert (plain.path / name).read_bytes() == (tuned.path / name).read_bytes()
+    again = fedblur.train(settings[1], out=tmp_path / "again", federation=data, module=Net(),
+                          machine=fedblur.Machine(device="cpu", engine="sequential"))  # fmt: skip
+    assert again.personal_figures["loss"] == pytest.approx(tuned.personal_figures["loss"], abs=1e-4)
+
+
+def test_test_owners__are_checked_and_follow_their_client_s_role() -> None:
+    data = owned()
+    assert int(data.test_owners.max()) == len(SIZES) - 1
+    assert data.note == "test samples are held out of clients' own"
+    divided = owned(validation_share=0.3)
+    assert int(divided.test_owners.max()) < divided.train.clients < len(SIZES)
+    assert int((divided.test_owners < 0).sum()) > 2  # those of validation clients
+    x, y, who = torch.zeros(4, 2), torch.tensor([0, 1, 0, 1]), torch.tensor([0, 0, 1, 1])
+    for owners, words in (([0], "4 test samples but 1 test_owners"), ([0, 1, 2, 0], r"must be clients 0\.\.1")):
+        with pytest.raises(DataError, match=words):
+            fedblur.federation_from_arrays(x, y, who, x, y, classes=2, test_owners=torch.tensor(owners))

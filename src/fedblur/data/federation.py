@@ -141,6 +141,7 @@ def federation_from_arrays(
     names: Sequence[str] | None = None,
     population: str | None = None,
     public: bool = False,
+    test_owners: Any = None,
 ) -> Federation:
     """Make a federation of numpy arrays or tensors: samples, labels, and the client 0..N-1 of each (-1: left out).
 
@@ -161,6 +162,9 @@ def federation_from_arrays(
 
     `population` names these people: all runs on them share one budget (docs/populations.md). Without it they are known
     by a keyed hash of the clients' names. `public=True` says that the data are no secret: nothing is tracked.
+
+    `test_owners` says whose each test sample is, in the numbers of `owners` (-1: nobody's): with personal parameters,
+    each client's own model is then measured on its own held-out samples (docs/personal.md).
     """
     _check_request(None, validation_share)
     train, test = own_samples("", x, y), own_samples("test_", test_x, test_y)
@@ -197,8 +201,25 @@ def federation_from_arrays(
             "own; raise it"
         )
     roles = _Roles(total, training, validation, by_id=validation_share > 0)
-    data = _federation("arrays", Raw(train, test, who, known), who, roles, "")
+    note = "" if test_owners is None else "test samples are held out of clients' own"
+    data = _federation("arrays", Raw(train, test, who, known, note), who, roles, note)
+    if test_owners is not None:
+        data = replace(data, test_owners=_test_owners(test_owners, len(test), training, total))
     return replace(data, population=population, public=public, members=members_of(given))
+
+
+def _test_owners(owners: Any, samples: int, training: Tensor, clients: int) -> Tensor:
+    """Return whose each test sample is among the training clients; -1: nobody's, or a validation client's."""
+    who = _whole_numbers("test_owners", owners)
+    if len(who) != samples:
+        raise DataError(f"{samples} test samples but {len(who)} test_owners; each sample needs one (-1: nobody)")
+    if len(who) and not -1 <= int(who.min()) <= int(who.max()) < clients:
+        raise DataError(
+            f"test_owners run from {int(who.min())} to {int(who.max())}, must be clients 0..{clients - 1} (-1: nobody)"
+        )
+    numbers = torch.full((clients + 1,), -1, dtype=torch.int64)  # the last entry is for -1
+    numbers[training] = torch.arange(len(training))
+    return numbers[who]
 
 
 def own_samples(prefix: str, x: Any, y: Any) -> Samples:

@@ -7,7 +7,7 @@ clients, at their own data: what it finds is `local_only`, as no noise hides any
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,11 +42,15 @@ def measure(
     With several views a prediction is the mean of the probabilities for the sample itself and for views - 1 of it as
     the methods disturb it in training; they follow from the sample's place and are the same in every evaluation.
     """
-    device = next(iter(theta.values())).device
-    loss = torch.zeros((), dtype=torch.float64, device=device)
+    return added_up(_predictions(forward, theta, samples, task, methods, views, _CHUNK), task, metrics)
+
+
+def added_up(predictions: Iterable[tuple[Tensor, Tensor]], task: Task, metrics: Sequence[Metric]) -> Measured:
+    """Return the metrics and the mean loss of predictions (outputs, targets) that come in chunks."""
+    loss, samples = torch.zeros((), dtype=torch.float64), 0
     counted: list[list[Tensor]] = [[] for _ in metrics]
-    for outputs, y in _predictions(forward, theta, samples, task, methods, views, _CHUNK):
-        loss += task.total_loss(outputs, y)
+    for outputs, y in predictions:
+        loss, samples = loss.to(y.device) + task.total_loss(outputs, y), samples + len(y)
         for metric, parts in zip(metrics, counted, strict=True):
             part = metric.count(outputs, y)
             if metric.keeps_rows or not parts:
@@ -54,7 +58,7 @@ def measure(
             else:
                 parts[0] = parts[0] + part
     figures = {metric.key: metric.value(torch.cat(parts)) for metric, parts in zip(metrics, counted, strict=True)}
-    return Measured(figures, float(loss) / len(samples))
+    return Measured(figures, float(loss) / samples)
 
 
 def evaluate(

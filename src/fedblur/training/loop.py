@@ -37,6 +37,7 @@ from fedblur.engines.cohort_sum import Connect
 from fedblur.engines.distributed import Ranks, demand_one_process, together
 from fedblur.learning.evaluation import Measured, fairness, measure
 from fedblur.learning.module_function import Layout, Params, copied, initial_vector, load_vector
+from fedblur.learning.personal_evaluation import measure_personal
 from fedblur.learning.tasks import Classification, Loss, Own, OwnLoss
 from fedblur.privacy.claim import to_json, unclaimed
 from fedblur.training.checkpoint import Checkpoint, oldest_checkpoint, save_checkpoint
@@ -77,6 +78,12 @@ class Run:
     def loss(self) -> float:
         """The mean loss of the final round; of a classifier its cross-entropy in nats."""
         return self.record.loss
+
+    @property
+    def personal_figures(self) -> dict[str, float | None]:
+        """The metrics and loss of clients' own models on their own held-out samples. Local only: no ε covers them."""
+        found = self.record.local_only.items()
+        return {name.removeprefix("personal_"): value for name, value in found if name.startswith("personal_")}
 
     @property
     def epsilon(self) -> float:
@@ -308,6 +315,7 @@ def _row(
         epsilon = ledger.epsilon() if setup.rng.private else plan.epsilon(state.round)
         epsilon = epsilon if unclaimed(setup.own_parts) is None else math.inf
         measured = held_out_figures(setup, published(state, config.averaging), on_evaluate)
+        local_only = local_only | personal_figures(setup, state)
     figures: dict[str, Any] = {}
     names = [metric.key for metric in setup.metrics]
     if "accuracy" in names:
@@ -350,6 +358,21 @@ def held_out_figures(setup: Setup, vector: Tensor, on_evaluate: Examine | None =
     return measured._replace(figures=measured.figures | found)
 
 
+def personal_figures(setup: Setup, state: ServerState) -> dict[str, float | None]:
+    """Measure clients' own models on their own held-out samples; nothing where there are none. No noise covers it."""
+    config, rows = setup.config, setup.rows
+    if rows is None or config.evaluate != "test":
+        return {}
+    job = client_job(setup.protocol, state)
+    job = replace(job, start=setup.protocol.layout.unflatten(published(state, config.averaging)))
+    rows.settle(state.round)
+    vectorise = setup.source.choice.kind == "vectorised"
+    rng = setup.rng.child("personal evaluation", state.round)
+    found = measure_personal(job, rows.read, setup.federation, setup.metrics, config.personal_steps, rng, vectorise)
+    figures = {} if found is None else {**found.figures, "loss": found.loss}
+    return {f"personal_{name}": value if math.isfinite(value) else None for name, value in figures.items()}
+
+
 def _finish(folder: RunFolder, setup: Setup, state: ServerState, rows: list[Row]) -> Run:
     """Write the model and the summary.
 
@@ -366,6 +389,8 @@ def _finish(folder: RunFolder, setup: Setup, state: ServerState, rows: list[Row]
     if rows and rows[-1]["round"] == round_:  # with what the user's function found
         measured = measured._replace(figures=figures_of(rows[-1]) | measured.figures)
     record = summarise(setup, state, round_, rows, measured)
+    if round_ == state.round:
+        record = replace(record, local_only=record.local_only | personal_figures(setup, state))
     folder.write_summary(record)
     load_vector(setup.module, Layout.of(setup.module).flatten(whole_model(setup, vector.to(setup.initial.device))))
     return Run(folder.path, record, setup.module.eval(), rows)
