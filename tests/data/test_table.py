@@ -123,8 +123,9 @@ def test_features__of_a_user_do_not_change_with_the_rows_of_others() -> None:
          "day": [data.day[0]] * 3, "stars": [9.0] * 3, "liked": ["yes"] * 3}
     )  # fmt: skip
     settings: dict[str, Any] = {"features": ["genre", "age", "title"], "text_columns": ["title"]}
+    both = pa.Table.from_pandas(pd.concat([wild, data]), preserve_index=False).combine_chunks()  # in one batch
     for more in ({}, {"time": "day"}, {"validation_share": 0.2}):
-        before, after = table(data, **settings, **more), table(pd.concat([wild, data]), **settings, **more)
+        before, after = table(data, **settings, **more), table(both, **settings, **more)
         x, y = packed(before), packed(after)  # the newcomer is first by name, so everyone else's number changes
         assert torch.equal(x.x, y.x[-len(x.y) :])  # type: ignore[index, arg-type]
         assert torch.equal(x.sizes, y.sizes[-x.clients :])
