@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tests.sweeps.counts import PARTS, Tally, chosen, renewed
+from tests.sweeps.crashes import COMMANDS
+from tests.sweeps.damage import FOLDERS
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,6 +31,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--write", type=Path, help="a page whose table is renewed, a row after each group")
     parser.add_argument("--all-findings", action="store_true", help="print every finding, not the first of each kind")
     options = parser.parse_args(arguments)
+    known = {"crashes": COMMANDS, "damage": FOLDERS}.get(options.part, options.group)
+    if options.group and (options.part == "all" or not set(options.group) <= set(known)):
+        parser.error(f"--group {options.group!r} needs --part, and one of its groups: {', '.join(known)}")
     if options.write and (options.count or options.case):
         parser.error("--write needs all cases of a group; leave out --count and --case")
     os.environ["HF_HUB_OFFLINE"] = "1"  # no sweep reaches for the network
@@ -38,13 +43,11 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as scratch:
         os.environ["FEDBLUR_CACHE"] = str(Path(scratch) / "cache")
         for part in PARTS if options.part == "all" else [options.part]:
-            cases, judge = PARTS[part](Path(scratch) / part)
-            if options.group:
-                cases = sorted((case for case in cases if case.group in options.group), key=lambda case: case.group)
+            cases, judge = PARTS[part](Path(scratch) / part, *([options.group] if options.group else []))
             if options.case:
                 cases = [case for case in cases if case.name == options.case]
-            if not cases:
-                parser.error(f"{part} has no such case: {options.case or options.group!r}")
+                if not cases:
+                    parser.error(f"no case of {part} is called {options.case!r}")
             tally = Tally(part)
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:

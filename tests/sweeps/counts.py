@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.sweeps.crashes import Crashes
-from tests.sweeps.damage import Damage
+from tests.sweeps.crashes import COMMANDS, Crashes
+from tests.sweeps.damage import FOLDERS, Damage
 from tests.sweeps.inputs import Inputs, inputs
 
 Judge = Callable[[Any], tuple[str, str] | None]
@@ -24,21 +24,21 @@ _ROW = re.compile(
 MARKS = "<!-- counts of python -m tests.sweeps -->", "<!-- end of the counts -->"
 
 
-def _crashes(scratch: Path) -> tuple[list[Any], Judge]:
-    crashes = Crashes(scratch)
+def _crashes(scratch: Path, groups: Sequence[str] = tuple(COMMANDS)) -> tuple[list[Any], Judge]:
+    crashes = Crashes(scratch, groups)
     return crashes.points(), crashes.judge
 
 
-def _damage(scratch: Path) -> tuple[list[Any], Judge]:
-    damage = Damage(scratch)
+def _damage(scratch: Path, groups: Sequence[str] = tuple(FOLDERS)) -> tuple[list[Any], Judge]:
+    damage = Damage(scratch, groups)
     return damage.cases(), damage.judge
 
 
-def _inputs(scratch: Path) -> tuple[list[Any], Judge]:
-    return inputs(), Inputs(scratch).judge
+def _inputs(scratch: Path, groups: Sequence[str] = ()) -> tuple[list[Any], Judge]:
+    return [odd for odd in inputs() if not groups or odd.group in groups], Inputs(scratch).judge
 
 
-PARTS: dict[str, Callable[[Path], tuple[list[Any], Judge]]] = {
+PARTS: dict[str, Callable[..., tuple[list[Any], Judge]]] = {  # of a scratch folder, and groups: all by default
     "crashes": _crashes,
     "damage": _damage,
     "inputs": _inputs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -157,6 +158,13 @@ def test_known__markup_in_a_label_is_text(world: Path) -> None:
     (world / "private-table.toml").write_text(text)
     outcome = demand(["table", f"{world}/private-table.toml", "--out", f"{world}/out", *MACHINE])
     assert "[/b] x" in outcome.out
+
+
+def test_known__an_edited_list_of_a_table_s_cells_counts_as_none(world: Path) -> None:
+    demand(["table", f"{world}/table.toml", "--out", f"{world}/out", *MACHINE])
+    path = world / "out/tables/table.json"
+    path.write_text(re.sub(r'"results": "[^"]*"', '"results": 3', path.read_text()))
+    demand(["report", f"{world}/out"])
 
 
 def test_known__markup_in_names_that_are_shown_is_text(world: Path) -> None:

@@ -21,7 +21,14 @@ import torch
 from fedblur.core.callbacks import figures_of
 from fedblur.core.config import canonical
 from fedblur.core.errors import ConfigError, RunError, TimeIsUp, nearest
-from fedblur.core.files import make_folder, parse_json, read_bytes, write_atomically
+from fedblur.core.files import (
+    demand_digest,
+    make_folder,
+    parse_json,
+    read_bytes,
+    with_digest,
+    write_atomically,
+)
 from fedblur.engines.distributed import demand_one_process
 from fedblur.experiments.cost_model import COMPILING, estimate, program
 from fedblur.experiments.result_store import Result, Results, headline, make_result
@@ -83,9 +90,10 @@ def write_plan(spec: Spec, out: Path, results: Path) -> None:
          "position": cell.position, "rounds": cell.config.rounds}
         for cell in spec.cells
     ]  # fmt: skip
-    plan = {"title": spec.title, "results": os.path.relpath(results, out), "cells": cells}
+    plan: dict[str, Any] = {"title": spec.title, "results": os.path.relpath(results, out), "cells": cells}
+    plan = with_digest(json.loads(canonical(plan)))
     make_folder(out / "tables")
-    write_atomically(out / "tables" / f"{spec.name}.json", (json.dumps(json.loads(canonical(plan))) + "\n").encode())
+    write_atomically(out / "tables" / f"{spec.name}.json", (json.dumps(plan) + "\n").encode())
 
 
 def read_plans(out: Path) -> dict[str, PlannedCell]:
@@ -94,6 +102,7 @@ def read_plans(out: Path) -> dict[str, PlannedCell]:
     for path in sorted(out.glob("tables/*.json")):
         try:
             plan = parse_json(read_bytes(path), path)
+            demand_digest(plan, path, required=True)
             for cell in plan["cells"]:
                 found[cell["key"]] = PlannedCell(
                     cell["key"], cell["cell"], cell["label"], dict(cell["axes"]), cell["position"], int(cell["rounds"]),
