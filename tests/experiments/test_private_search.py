@@ -18,12 +18,15 @@ from fedblur import Config, Machine
 from fedblur.cli.app import app
 from fedblur.core.config import LocalTraining
 from fedblur.core.errors import ConfigError, RunError
+from fedblur.core.registry import build, parts
 from fedblur.data.population import Samples
+from fedblur.experiments import private_search
 from fedblur.experiments import search_runner as trials
 from fedblur.experiments.private_search import candidates, make_search
 from fedblur.experiments.search_runner import NOTHING, run_search, tune_on_proxy
 from fedblur.learning.evaluation import accuracy_by_client, evaluate
 from fedblur.learning.methods import Method
+from fedblur.learning.metrics import Metric
 from fedblur.learning.models import make_model
 from fedblur.learning.module_function import Layout, Params, as_function, initial_vector
 from fedblur.privacy import accounting
@@ -149,7 +152,7 @@ def test_score__of_a_client_without_samples_is_the_worst(monkeypatch: pytest.Mon
     bench = trials._Trials(search, tmp_path, CPU, DATA, trials.make_rng(0), lambda config, index: None)
     each = torch.full((DATA.validation_clients,), 0.75, dtype=torch.float64)
     each[0] = math.nan
-    monkeypatch.setattr(trials, "accuracy_by_client", lambda *_: each)
+    monkeypatch.setattr(trials, "figure_by_client", lambda *_: each)
     score = bench.score(Run(tmp_path, RECORD, module, []), BASE, bench.rng)
     assert score == pytest.approx(0.5 + (0.25 * (len(each) - 1) - 0.5) / len(each))
 
@@ -178,7 +181,7 @@ def test_score__one_client_moves_it_by_at_most_what_its_noise_is_sized_for(
     bench = trials._Trials(search, tmp_path, CPU, DATA, trials.make_rng(0), lambda config, index: None)
 
     def score(each: list[float]) -> float:
-        monkeypatch.setattr(trials, "accuracy_by_client", lambda *given: torch.tensor(each, dtype=torch.float64))
+        monkeypatch.setattr(trials, "figure_by_client", lambda *given: torch.tensor(each, dtype=torch.float64))
         return bench.score(run, BASE, bench.rng) * DATA.validation_clients
 
     everyone = [0.0, 1.0, 0.25, 1.0, 0.0, 0.7]
@@ -341,6 +344,41 @@ def test_score__has_the_noise_that_is_accounted(scoring: Literal["private", "pub
     assert np.mean(scores) == pytest.approx(truth, abs=4 * wanted / math.sqrt(200) + 1e-12)
 
 
+@pytest.mark.parametrize("figure", [0.0, 0.3, 1.0, 7.5, 1e300, -1.0, math.inf, -math.inf, math.nan])
+def test_score__of_every_metric_and_figure_is_in_the_unit_interval(figure: float) -> None:
+    """The noise is sized for a client that moves the sum by at most a half."""
+    search = replace(make_search([BASE, OTHER], DATA, LAW, "private"), score_scale=50.0)
+    for name in parts("metric"):
+        assert 0.0 <= search.score(build("metric", name), figure) <= 1.0
+
+
+def test_score__of_an_error_is_a_half_at_the_scale() -> None:
+    search = replace(make_search([BASE, OTHER], DATA, LAW, "private"), score_scale=50.0)
+    assert search.score(build("metric", "rmse"), 50.0) == pytest.approx(0.5)
+    assert search.score(build("metric", "perplexity"), 51.0) == pytest.approx(0.5)
+    assert search.score(build("metric", "accuracy"), 0.7) == 0.7
+    assert search.key != make_search([BASE, OTHER], DATA, LAW, "private").key  # another search: trials are not mixed
+
+
+def test_score__a_metric_without_a_bounded_form_is_refused_by_name() -> None:
+    class Endless(Metric):
+        part_name = "endless"
+        best = math.inf
+
+    metric = Endless()
+    with pytest.raises(ConfigError, match="metric 'endless' has no best value"):
+        private_search._demand_scores([replace(BASE, metrics=()), _about(metric)], 1.0)
+    with pytest.raises(ConfigError, match="score_scale=2 does not apply to accuracy"):
+        make_search([BASE, OTHER], DATA, LAW, "private", scale=2.0)
+
+
+def _about(metric: Metric) -> Config:
+    """A configuration about a metric that nobody has registered."""
+    config = replace(BASE)
+    object.__setattr__(config, "metrics", (metric,))
+    return config
+
+
 class Broken(torch.nn.Module):
     """Gives the same number for every class of every sample."""
 
@@ -373,7 +411,7 @@ def test_score__stays_within_what_its_noise_is_sized_for(
     search = make_search([BASE, OTHER], DATA, LAW, "public")
     bench = trials._Trials(search, tmp_path, CPU, DATA, trials.make_rng(0), lambda config, index: None)
     clients = torch.full((DATA.validation_clients,), made_up, dtype=torch.float64)
-    monkeypatch.setattr(trials, "accuracy_by_client", lambda *arguments: clients)
+    monkeypatch.setattr(trials, "figure_by_client", lambda *arguments: clients)
     worst = not made_up > 0
     assert bench.score(Run(tmp_path, RECORD, Broken(0.0), []), BASE, bench.rng) == (0.0 if worst else 1.0)
 

@@ -44,6 +44,10 @@ def tune(
         float | None, typer.Option(help="Total for the whole search, of which each trial gets a part.")
     ] = None,
     score: Annotated[str, typer.Option(help='"private" (protects validation clients too) or "public".')] = _SCORE,
+    score_scale: Annotated[
+        float,
+        typer.Option(help="Of errors without a worst value: the one that scores a half. Never from private data."),
+    ] = 1.0,
     proxy: Annotated[
         str | None,
         typer.Option(
@@ -78,7 +82,7 @@ def tune(
     folder = out or Path("runs") / f"{path.stem}-tuned"
     if proxy is not None:
         given = {"--epsilon": epsilon is not None, "--trials": trials != _TRIALS, "--eta": eta != _ETA}
-        given |= {"--score": score != _SCORE}
+        given |= {"--score": score != _SCORE, "--score-scale": score_scale != 1}
         unused = next((name for name, is_given in given.items() if is_given), None)
         if unused is not None:
             raise ConfigError(
@@ -95,7 +99,9 @@ def tune(
     if score not in ("private", "public"):
         raise ConfigError(f'score={score!r} must be "private" or "public"')
     data = load_data(configs, machine)
-    search = make_search(configs, data, TrialCount(eta, trials), "private" if score == "private" else "public", epsilon)
+    search = make_search(
+        configs, data, TrialCount(eta, trials), "private" if score == "private" else "public", epsilon, score_scale
+    )
     if dry_run and json_:
         return print_json(
             {

@@ -24,6 +24,7 @@ from fedblur.core.config import Config, canonical, config_hash, to_dict
 from fedblur.core.errors import ConfigError
 from fedblur.data.population import Federation
 from fedblur.experiments.recipe import parameters_of
+from fedblur.learning.metrics import Metric, metrics_of
 from fedblur.privacy.accounting import calibrate, epsilon, parse_delta
 from fedblur.privacy.claim import Claim, Selection
 from fedblur.privacy.events import Gaussian, PrivateSelection, SelfComposed
@@ -47,6 +48,7 @@ class Search:
     event: PrivateSelection
     delta: float
     score_noise: float  # noise multiplier of a score, in units of HALF; 0: scores are not noisy
+    score_scale: float = 1.0  # of a metric without a worst value: the distance from the best that scores a half
 
     @property
     def epsilon(self) -> float:
@@ -62,8 +64,20 @@ class Search:
     def key(self) -> str:
         """Twelve digits that change with the candidates and with what the search costs."""
         keys = [config_hash(config) for config in self.candidates]
-        text = canonical([keys, self.count.shape, self.count.mean, self.score_noise])
+        scale = [] if self.score_scale == 1 else [self.score_scale]
+        text = canonical([keys, self.count.shape, self.count.mean, self.score_noise, *scale])
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def score(self, metric: Metric, figure: float) -> float:
+        """Return one client's figure as a score in [0, 1]: what it can move the sum by does not depend on its data.
+
+        A metric between two bounds is stretched to [0, 1]: accuracy is its own score. Without a worst value, a figure
+        that is `score_scale` away from the best scores a half. The scale is public, never read off private data.
+        """
+        if not math.isfinite(metric.worst):
+            figure = metric.best + (figure - metric.best) / self.score_scale
+        score = metric.score(figure)
+        return min(1.0, max(0.0, score)) if score == score else 0.0
 
 
 def candidates(configs: Iterable[Config]) -> tuple[Config, ...]:
@@ -87,18 +101,21 @@ def candidates(configs: Iterable[Config]) -> tuple[Config, ...]:
 
 
 def make_search(
-    configs: Iterable[Config], data: Federation, count: TrialCount, scoring: Scoring, total: float | None = None
-) -> Search:
+    configs: Iterable[Config], data: Federation, count: TrialCount, scoring: Scoring, total: float | None = None,
+    scale: float = 1.0,
+) -> Search:  # fmt: skip
     """Make the search over these configurations; with `total`, trials get the epsilon that keeps all within it."""
     chosen = candidates(configs)
+    _demand_scores(chosen, scale)
     if total is None:
-        return _search(chosen, data, count, scoring)
+        return replace(_search(chosen, data, count, scoring), score_scale=scale)
     if not 0 < total < math.inf:
         raise ConfigError(f"epsilon={total} must be above 0 and finite: it is what the whole search may cost")
 
     def search(log_share: float) -> Search:
         each = total * math.exp(log_share)
-        return _search([replace(c, epsilon=each, noise_multiplier=None) for c in chosen], data, count, scoring)
+        made = [replace(c, epsilon=each, noise_multiplier=None) for c in chosen]
+        return replace(_search(made, data, count, scoring), score_scale=scale)
 
     if search(math.log(_LEAST_SHARE)).epsilon > total:
         raise ConfigError(
@@ -109,6 +126,23 @@ def make_search(
     while (found := search(share)).epsilon > total:
         share -= _TOLERANCE
     return found
+
+
+def _demand_scores(chosen: Iterable[Config], scale: float) -> None:
+    """Refuse metrics that have no bounded form, and a scale that changes nothing."""
+    metrics = [metrics_of(config.task, config.metrics)[0] for config in chosen]
+    unbounded = next((metric.key for metric in metrics if not math.isfinite(metric.best)), None)
+    if unbounded is not None:
+        raise ConfigError(
+            f"metric {unbounded!r} has no best value, so a client's score has no bound; name another first"
+        )
+    if len({metric.key for metric in metrics}) > 1:
+        keys = " and ".join(sorted({metric.key for metric in metrics}))
+        raise ConfigError(f"configurations are about different metrics ({keys}); their scores cannot be compared")
+    if not 0 < scale < math.inf:
+        raise ConfigError(f"score_scale={scale} must be above 0 and finite")
+    if scale != 1 and math.isfinite(metrics[0].worst):
+        raise ConfigError(f"score_scale={scale:g} does not apply to {metrics[0].key}, which is bounded; leave it out")
 
 
 def _search(chosen: Iterable[Config], data: Federation, count: TrialCount, scoring: Scoring) -> Search:

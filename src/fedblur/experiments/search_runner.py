@@ -203,7 +203,7 @@ class _Trials:
     def score(self, run: Run | None, config: Config, rng: Rng) -> float:
         """Mean score over validation clients, each counting the same; with noise, a Gaussian release about them.
 
-        A client's score a_c is its headline figure in [0, 1] (`Metric.score`): of a classifier its accuracy.
+        A client's score a_c is its headline figure in [0, 1] (`Search.score`): of a classifier its accuracy.
         Σ (a_c - ½) moves by at most ½ when a client is added or removed; it is divided by a constant.
 
             a model that gives NaN       its predictions are wrong, whatever the labels are
@@ -220,7 +220,7 @@ class _Trials:
             figures = figure_by_client(
                 as_function(run.module), theta, samples, sizes, config.task, metric, config.method, config.test_views
             )
-            each = torch.tensor([metric.score(figure) for figure in figures.tolist()], dtype=torch.float64)
+            each = torch.tensor([self.search.score(metric, figure) for figure in figures.tolist()], dtype=torch.float64)
         each = each.nan_to_num(nan=0.0).clamp(0.0, 1.0)  # whatever was computed: what the noise is sized for
         whole = ((each - HALF) / _STEP).trunc().long().sum()  # each at most ½, and exact from here on
         blur = rounded_gaussian.draw(HALF * noise / _STEP * (1 + 2.0**-50), 1, rng.keystream())[0]
