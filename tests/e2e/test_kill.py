@@ -17,6 +17,7 @@ from fedblur.privacy.ledger import Chain, read_spends
 FLAGS = [
     "--seed", "5", "--sample-rate", "0.1", "--method", "blur+lus", "--quiet",
     "--set", "checkpoint_every=3", "--set", "eval_every=50", "--set", "averaging=ema", "--set", "server=momentum",
+    "--set", 'personal=["*bias"]',
 ]  # fmt: skip
 
 
@@ -108,7 +109,8 @@ def test_run__killed_at_random_moments_ends_with_the_same_bytes(
     forker.start("resume", str(broken), "--quiet")
     assert forker.status() == 0
 
-    assert (broken / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    for name in ("model.safetensors", "personal/rows.bin"):
+        assert (broken / name).read_bytes() == (whole / name).read_bytes()
     summaries = [json.loads((run / "summary.json").read_text()) for run in (whole, broken)]
     assert summaries[0]["accuracy"] == summaries[1]["accuracy"]
     assert summaries[0]["privacy"]["epsilon"] == summaries[1]["privacy"]["epsilon"]

@@ -113,6 +113,9 @@ def test_two_processes__give_the_round_of_one(both: Path, name: str, tmp_path: P
     model = torch.load(both / f"{name}.0.pt")
     assert torch.equal(model, vector(one))
     assert alike(json_rows(both / name), one.rounds)
+    if name == "personal":  # what other ranks trained has come back to rank 0
+        two, alone = ((run / "personal" / "rows.bin").read_bytes() for run in (both / name, one.path))
+        assert two == alone
     assert name != "few" or {0, 1} <= {row["local_only"]["cohort"] for row in one.rounds}
 
 

@@ -116,7 +116,12 @@ def quick(tmp_path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.parametrize("mode", MODES)
+_LONG = ("before", "after", "power", "full")  # the others find what these find
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=pytest.mark.long) if mode in _LONG else mode for mode in MODES]
+)
 def test_crash__at_every_file_operation_leaves_the_rows_of_the_checkpoint(mode: str, quick: Path) -> None:
     with Disk(quick / "whole").active() as disk:
         whole_run(quick / "whole")
