@@ -18,7 +18,7 @@ from fedblur.core.config import read_toml
 from fedblur.core.errors import ConfigError
 from fedblur.core.registry import KINDS, base_of, parts
 
-_PREFIX = "fedblur_plugin_"  # of such a file as a module
+PLUGIN = "fedblur_plugin_"  # of such a file as a module
 _LOADED: dict[str, str] = {}  # file name -> the first digits of its SHA-256, for a run's record
 
 
@@ -44,7 +44,7 @@ def load_plugins(paths: Iterable[Path]) -> None:
         if path.suffix != ".py":
             raise ConfigError(f"plugin {path} must be a Python file (.py) that registers parts")
         digest = hashlib.sha256(code).hexdigest()[:16]
-        name = f"{_PREFIX}{digest}"
+        name = f"{PLUGIN}{digest}"
         if name not in sys.modules:
             before = _registered()
             _import(path, name)
@@ -59,7 +59,7 @@ def loaded() -> dict[str, str]:
 
 def blame(error: BaseException) -> str:
     """Return where in a user's own file an error arose, in words; nothing if it did not."""
-    files = {module.__file__ for name, module in sys.modules.items() if name.startswith(_PREFIX)}
+    files = {module.__file__ for name, module in sys.modules.items() if name.startswith(PLUGIN)}
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
     if not own:
         return ""

@@ -14,12 +14,15 @@ the audit fails, the run claims nothing. A voting protocol that runs itself cann
 
 from __future__ import annotations
 
+import sys
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from fedblur.core.config import Config
+from fedblur.core.plugins import PLUGIN
 from fedblur.core.rng import Rng
 from fedblur.learning.tasks import Own
 from fedblur.privacy.accounting import PrivacyPlan
@@ -81,6 +84,8 @@ def own_parts(config: Config, module: nn.Module | None = None) -> tuple[OwnPart,
 
 
 def _part(kind: str, name: str, module: str, audit: Any = None) -> OwnPart:
+    if module.startswith(PLUGIN):  # a file that was named: its module has a hash for a name
+        module = Path(str(sys.modules[module].__file__)).name
     return OwnPart(kind, name, module, UNCHECKED.get(kind, "all that it does"), audit)
 
 
