@@ -1,9 +1,12 @@
 """Every example runs as it stands, in a new folder, and says what it promises."""
 
+import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -17,6 +20,17 @@ def run(*words: str, cwd: Path) -> str:
     done = subprocess.run([sys.executable, *words], cwd=cwd, capture_output=True, text=True, encoding="utf-8")
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def example(name: str) -> Any:
+    """Return an example as a module."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with patch.dict(sys.modules, {name: module}):  # dataclasses look their module up
+        spec.loader.exec_module(module)
+    return module
 
 
 def test_own_model__is_forty_lines_and_private_with_its_statement(tmp_path: Path) -> None:
@@ -44,6 +58,21 @@ def test_own_method__the_commands_in_its_docstring_are_right() -> None:
     text = (EXAMPLES / "own_method.py").read_text(encoding="utf-8")
     assert "--plugin examples/own_method.py --method project" in text
     assert "fedblur run examples/own_method.toml" in text
+
+
+def test_ratings__are_divided_within_each_user() -> None:
+    ratings = example("ratings")
+    data = ratings.stand_in(users=50)
+    part = ratings.parts(data.users)
+    for user in range(50):
+        mine = part[data.users == user]
+        assert (mine == ratings.TEST).sum() == len(mine) // 5
+        assert (mine == ratings.VALIDATION).sum() == 3 * len(mine) // 10 - len(mine) // 5
+    tuned, final = ratings.federation(data, "validation"), ratings.federation(data)
+    assert len(final.train.y) == (part != ratings.TEST).sum()  # what validated trains in the end
+    assert len(tuned.train.y) + len(tuned.test) == len(final.train.y)
+    assert final.test_owners is not None
+    assert (final.test_owners.numpy() == data.users[part == ratings.TEST]).all()
 
 
 def test_quickstart__has_three_rows_and_make_run_ends_with_the_report_s_path(
