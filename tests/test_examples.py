@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
@@ -24,12 +23,12 @@ def run(*words: str, cwd: Path) -> str:
 
 def example(name: str) -> Any:
     """Return an example as a module."""
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    with patch.dict(sys.modules, {name: module}):  # dataclasses look their module up
-        spec.loader.exec_module(module)
+    sys.modules[spec.name] = module  # dataclasses look it up
+    spec.loader.exec_module(module)
     return module
 
 
