@@ -145,7 +145,10 @@ def plan_of(setting: Setting, accountant: Accountant) -> PrivacyPlan:
 
 def mechanism_of(setting: Setting, sampler: Sampler) -> Mechanism:
     """Return the setting's mechanism, for all of the model's parameters."""
-    conditions = Conditions(setting.parameters, setting.clip_norm, sampler.expected_cohort, sampler.clients)
+    conditions = Conditions(
+        setting.parameters, setting.clip_norm, sampler.expected_cohort, sampler.clients, setting.rounds,
+        getattr(sampler, "separation", 1),
+    )  # fmt: skip
     mechanism: Mechanism = setting.mechanism.bind(conditions)
     return mechanism
 

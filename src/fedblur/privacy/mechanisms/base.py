@@ -53,6 +53,8 @@ class Conditions:
     clip_norm: float  # S
     expected_cohort: float  # pN
     clients: int  # N
+    rounds: int = 1  # T: noise that is correlated over rounds depends on it
+    separation: int = 1  # rounds from one participation of a client to its next, at least
 
 
 @dataclass(frozen=True)
@@ -140,4 +142,5 @@ def conditions_for(config: Config, sampler: Sampler, parameters: int) -> Conditi
     """Return the public facts that a mechanism is bound to, with the width of clients' messages."""
     width = parameters if config.mask is None else config.mask.kept(parameters)
     width += config.clipping is not None  # the bit of adaptive clipping
-    return Conditions(width, config.clip_norm, sampler.expected_cohort, sampler.clients)
+    separation = getattr(sampler, "separation", 1)  # samplers that draw coins have none
+    return Conditions(width, config.clip_norm, sampler.expected_cohort, sampler.clients, config.rounds, separation)
