@@ -138,15 +138,19 @@ def test_text__has_a_recipe_of_its_own() -> None:
     assert "clients have much text" in strong
 
 
-def test_text__own_tokens_as_floats_are_read_and_numbers_are_refused(tmp_path: Path) -> None:
+def test_text__own_tokens_are_read_and_numbers_are_refused(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     x, y, owners = rng.integers(0, 5, (60, 4)), rng.integers(0, 5, 60), np.arange(60) // 6
     config = fedblur.Config(model="char_mlp", rounds=1, seed=0)
-    data = fedblur.federation_from_arrays(x, y, owners, x[:9], y[:9], classes=5)
-    fedblur.train(config, out=tmp_path / "run", federation=data)
+    for kind in (np.int64, np.int32, np.float64):
+        data = fedblur.federation_from_arrays(x.astype(kind), y, owners, x[:9].astype(kind), y[:9], classes=5)
+        fedblur.train(config, out=tmp_path / kind.__name__, federation=data)
     broken = fedblur.federation_from_arrays(x + 0.5, y, owners, x[:9] + 0.5, y[:9], classes=5)
-    with pytest.raises(ModelError, match="reads text"):
-        fedblur.train(config, out=tmp_path / "other", federation=broken)
+    below = fedblur.federation_from_arrays(x - 1, y, owners, x[:9] - 1, y[:9], classes=5)
+    images = fedblur.federation_from_arrays(x.astype(np.uint8), y, owners, x[:9].astype(np.uint8), y[:9], classes=5)
+    for other in (broken, below, images):
+        with pytest.raises(ModelError, match="reads text"):
+            fedblur.train(config, out=tmp_path / "other", federation=other)
     beyond = fedblur.federation_from_arrays(x * 2, y, owners, x[:9] * 2, y[:9], classes=5)
     with pytest.raises(ModelError, match="reads tokens 0..4"):
         fedblur.train(config, out=tmp_path / "third", federation=beyond)

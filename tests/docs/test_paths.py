@@ -17,7 +17,8 @@ FILES = {
     if not {".envs", "__pycache__"} & {*path.parts}
 }
 ENDS = {path.split("/", cut)[-1] for path in FILES for cut in range(path.count("/") + 1)}
-READERS = {"halfway.py", "noiseless.py", "tanh.py", "task.py", "peers/NAME.py"}  # files that a reader writes or chooses
+# Files that a reader writes or chooses.
+READERS = {"halfway.py", "poisson.py", "noiseless.py", "tanh.py", "task.py", "peers/NAME.py"}
 _FENCED = re.compile(r"^( *)(```+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[(?:[^\[\]`]|`[^`]*`)*\]\(([^()\s#]*)(?:#([^()\s]*))?\)")
 _HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)

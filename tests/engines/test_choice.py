@@ -1,7 +1,7 @@
 """The engine by itself: timed once, kept, said, recorded in the run folder, and the user's word comes first."""
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,12 @@ from fedblur.engines import Choice, timing
 from fedblur.engines.choice import choose_engine, rule
 from fedblur.engines.cohort_sum import Wanted
 from fedblur.engines.distributed import Ranks
+from fedblur.engines.isolation_check import cannot_map
 from fedblur.engines.local import LocalEngine
 from fedblur.engines.timing import Work, timed_choice
+from fedblur.learning.methods import Method
+from fedblur.learning.methods.base import ClipNorm
+from fedblur.learning.module_function import Params
 from fedblur.privacy.accounting import make_plan
 from fedblur.privacy.mechanisms.gaussian import Gaussian
 from fedblur.privacy.sampling import FullSampler
@@ -105,6 +109,40 @@ class Branches(SmallCnn):
 def test_choice__a_model_that_vmap_refuses_goes_one_by_one(timed: Path) -> None:
     assert timed_choice(work(Branches()), CPU).kind == "sequential"
     assert "vectorised cannot run this model" in timed_choice(work(Branches()), CPU).why
+
+
+@dataclass(frozen=True)
+class Branching(Method):
+    """A hook that branches on data, against the contract of methods."""
+
+    def gradient_term(self, delta: Params, clip_norm: ClipNorm) -> Params | None:
+        return delta if bool(next(iter(delta.values())).norm() > clip_norm) else None
+
+
+class Dense(nn.Sequential):
+    """A model that the rule would train under vmap."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, 10))
+
+
+def test_choice__a_hook_that_vmap_refuses_is_an_error_at_its_line_and_not_the_models_fault(timed: Path) -> None:
+    own = replace(work(Dense()), job=replace(job_for(Dense()), methods=(Branching(),)))
+    assert not cannot_map(own.job, own.like, own.classes, CPU)
+    with pytest.raises(RuntimeError, match="data-dependent control flow") as caught:
+        timed_choice(own, CPU)
+    assert "gradient_term" in [one.name for one in caught.traceback]
+    assert not list(timed.glob("engine-*.json"))
+
+
+def test_choice__a_models_own_error_is_no_refusal_of_vmap(timed: Path) -> None:
+    class Broken(Dense):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x[..., :5])
+
+    own = work(Broken())
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        cannot_map(own.job, own.like, own.classes, CPU)
 
 
 def test_choice__other_ranks_take_rank_0s_and_time_nothing(timed: Path, monkeypatch: pytest.MonkeyPatch) -> None:

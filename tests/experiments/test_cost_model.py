@@ -43,6 +43,15 @@ def test_estimate__follows_results_of_the_same_kind_and_device() -> None:
     assert estimate(other, 3400, "cuda", [_result(done, 30)]) > 500
 
 
+def test_estimate__follows_results_of_earlier_versions_which_lack_later_keys() -> None:
+    done = _result(from_dict({**EMNIST, "rounds": 300, "epsilon": 2}), 30, "sequential, 2 workers on cpu")
+    for key in ("optimizer", "betas", "adam_epsilon"):
+        del done["config"]["local"][key]
+    assert estimate(from_dict({**EMNIST, "epsilon": 8}), 3400, "cpu", [done]) == pytest.approx(104)
+    adam = from_dict({**EMNIST, "local": {**EMNIST["local"], "optimizer": "adam"}})
+    assert estimate(adam, 3400, "cpu", [done]) is None
+
+
 def test_program__is_shared_by_cells_that_differ_in_noise_or_sparsity_only() -> None:
     def of(method: object, epsilon: float = 2) -> object:
         return program(from_dict({**EMNIST, "method": method, "epsilon": epsilon}))

@@ -60,8 +60,9 @@ def invent(folder: Path, of: Callable[[Cell], dict[str, float]] | None = None, l
         )  # fmt: skip
         whole = list(figures) == ["accuracy"]
         record = replace(
-            record, privacy=claim, seconds=local, accuracy=figures.get("accuracy"), figures=None if whole else figures
-        )
+            record, privacy=claim, seconds=local, accuracy=figures.get("accuracy"),
+            metric=None if whole else next(iter(figures)), figures=None if whole else figures,
+        )  # fmt: skip
         rows: list[Row] = [
             {"round": t, "epsilon": epsilon * t / 2, "loss": 1.0 / t, "seconds": local,
              "accuracy": figures.get("accuracy"), "figures": figures,

@@ -29,7 +29,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rmse(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A table whose headline is an error: lower is better; its config names no such task, so JSON's order decides."""
+    """A table whose headline is an error: lower is better."""
     return invent(tmp_path_factory.mktemp("rmse"), lambda cell: {"rmse": 2.0 - figure(cell)})
 
 

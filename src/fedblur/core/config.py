@@ -292,13 +292,19 @@ def config_hash(config: Config) -> str:
 
 def config_digest(config: Config) -> str:
     """Return the whole hash, which nobody can find a second configuration for."""
-    hashed = {key: value for key, value in to_dict(config).items() if key not in _LATER or value != _LATER[key]}
-    hashed = {key: value for key, value in hashed.items() if key not in _NOT_HASHED}
-    local, later = hashed["local"], _LATER_OF_LOCAL
-    hashed["local"] = {key: value for key, value in local.items() if key not in later or value != later[key]}
+    hashed = {key: value for key, value in as_first_kept(to_dict(config)).items() if key not in _NOT_HASHED}
     if hashed["mechanism"] == {"name": "gaussian"}:  # as earlier versions wrote it: their results keep their keys
         hashed["mechanism"] = _GAUSSIAN
     return hashlib.sha256(canonical(hashed).encode()).hexdigest()
+
+
+def as_first_kept(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a resolved configuration without keys that came later, where they have no effect: old and new compare."""
+
+    def without(part: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in part.items() if key not in later or value != later[key]}
+
+    return without({**table, "local": without(table["local"], _LATER_OF_LOCAL)}, _LATER)
 
 
 def _is_part(value: Any) -> bool:

@@ -175,7 +175,10 @@ def federation_from_arrays(
         raise DataError(f"classes={classes!r} must be a whole number from 1 to 1,000,000")
     if train.y.dtype != test.y.dtype or train.y.shape[1:] != test.y.shape[1:]:
         forms = [f"{[*y.shape[1:]]} of {y.dtype}" for y in (train.y, test.y)]
-        raise DataError(f"y has targets {forms[0]}, test_y {forms[1]}; they must agree")
+        raise DataError(
+            f"y has targets {forms[0]}, test_y {forms[1]}; they must agree: for classes or tokens both are an array of "
+            "ints, for numbers to predict both are floats"
+        )
     known = _known_classes(test.y, classes)
     if not test.y.is_floating_point():
         advice = "number the labels from 0, or give classes (numbers to predict: give floats)"

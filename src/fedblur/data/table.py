@@ -142,7 +142,7 @@ class TableData(Divided):
 
 @dataclass(frozen=True)
 class Rows:
-    """Where each row of the file goes."""
+    """The place of each row of the file in the federation."""
 
     part: NDArray[np.int8]  # [rows]: training, validation, test, or nowhere
     place: NDArray[np.int64]  # [rows]: in its part's arrays

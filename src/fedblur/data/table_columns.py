@@ -218,7 +218,7 @@ def bag_of_words(text: Any, buckets: int) -> Block:
 
 @dataclass(frozen=True)
 class Target:
-    """What is predicted: one column of classes, numbers or tokens, or several columns of numbers."""
+    """The targets: one column of classes, numbers or tokens, or several columns of numbers."""
 
     columns: tuple[Column, ...]
     classes: int | None  # given by the user; None: from the schema, or numbers

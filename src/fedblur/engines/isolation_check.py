@@ -39,8 +39,13 @@ def clients_interfere(engine: LocalEngine, job: ClientJob, like: Samples, classe
 
 
 def cannot_map(job: ClientJob, like: Samples, classes: int, device: torch.device) -> str:
-    """Return why `vmap` refuses a job's model, "" if it does not: one step of two made-up clients shows it."""
+    """Return why `vmap` refuses a job's model, "" if it does not: one step of two made-up clients shows it.
+
+    Methods take no part: their hooks are safe under `vmap` by contract, and one that is not is an error at its line.
+    A model that fails without `vmap` too raises its own error here.
+    """
     local = replace(job.local, steps=1, batch_size=min(2, job.local.batch_size))
+    alone = replace(job, local=local, methods=())
     own, two = made_up(like, 4, classes, torch.Generator().manual_seed(0)), torch.arange(2)
     x, y = each_input(own.x, lambda x: x.to(device)), own.y.to(device)
     shard = Shard(x, y, 2 * two, torch.full((2,), 2))
@@ -48,10 +53,11 @@ def cannot_map(job: ClientJob, like: Samples, classes: int, device: torch.device
     if job.personal is not None:
         work = replace(work, personal=job.personal.initial.repeat(2, 1).to(device))
     try:
-        train_block(replace(job, local=local), shard, work, vectorise=True)
+        train_block(alone, shard, work, vectorise=True)
     except torch.OutOfMemoryError:
         return ""  # whoever makes the engine deals with that
     except Exception as error:  # whatever a foreign model raises
+        train_block(alone, shard, work, vectorise=False)
         return (str(error).splitlines() or [type(error).__name__])[0][:120]
     return ""
 

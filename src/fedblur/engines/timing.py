@@ -28,6 +28,7 @@ from fedblur.core.files import cache_folder
 from fedblur.core.rng import Seeded
 from fedblur.data.population import Packed, Samples, made_up
 from fedblur.engines.choice import KINDS, Choice, Kind, choose_engine, rule
+from fedblur.engines.isolation_check import cannot_map
 from fedblur.engines.local import suitable_threads
 from fedblur.learning.client import ClientJob
 
@@ -83,7 +84,11 @@ def timed_choice(work: Work, device: torch.device) -> Choice:
             clients = int(max(2, most if full else min(most, _BUDGET / (one_step * _STEPS))))
             try:
                 seconds[kind] = _seconds(work, device, kind, clients)
-            except (RuntimeError, ModelError):  # `vmap` refuses the model, or memory does not hold it
+            except (torch.OutOfMemoryError, ModelError):  # memory does not hold it
+                seconds[kind] = math.inf
+            except RuntimeError:  # `vmap` refuses the model, or a method's hook
+                if kind == usual and not cannot_map(work.job, work.like, work.classes, device):
+                    raise
                 seconds[kind] = math.inf
     choice, words = _faster(seconds, usual)
     if path is not None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fedblur.core.config import Config, canonical, to_dict
+from fedblur.core.config import Config, as_first_kept, canonical, to_dict
 
 COMPILING = 45.0  # seconds, once per process and program, on a GPU
 _STARTING = 4.0  # seconds to load data, draw clients and calibrate
@@ -74,8 +74,9 @@ def _by_measurement(config: Mapping[str, Any], cost: Cost) -> float:
 
 def _kind_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a cell's kind. Cells of one kind cost the same per round."""
+    comparable = as_first_kept(config)  # results of earlier versions lack later keys
     kept = ("dataset", "model", "clients", "sample_rate", "local")
-    parts = {key: config[key] for key in kept} | {"mechanism": config["mechanism"]["name"]}
+    parts = {key: comparable[key] for key in kept} | {"mechanism": config["mechanism"]["name"]}
     parts["each"] = (config["partition"] or {}).get("samples_per_client")
     parts["methods"] = [method["name"] for method in config["method"]]
     return parts

@@ -60,7 +60,8 @@ def check_fit(config: Config, data: Federation, named: bool) -> None:
         name, x = config.model.part_name, one_input(data.test.x, f"model {config.model.part_name!r}")
         if text:
             raise ModelError(f'model {name!r} reads numbers, but {data.name} is text; set model = "char_mlp"')
-        if not (x.dtype == torch.float32 and bool((x == x.round()).all()) and 0 <= float(x.min()) <= float(x.max())):
+        tokens = x.dtype in (torch.int64, torch.int32) or (x.dtype == torch.float32 and bool((x == x.round()).all()))
+        if not tokens or float(x.min()) < 0:
             raise ModelError(f'model {name!r} reads text, but {data.name} has numbers; set model = "mlp" or "logistic"')
         if float(x.max()) >= data.train.classes:
             raise ModelError(

@@ -70,10 +70,11 @@ class RoundResult:
 def run_round(protocol: Protocol, state: ServerState, rng: Rng) -> RoundResult:
     """Run one round of user-level differentially private federated learning (Algorithm 1, Algorithm 2 at clients)."""
     round_ = state.round + 1
-    plan, event = protocol.plan, protocol.plan.event()
+    plan, sampler = protocol.plan, protocol.plan.sampler
+    event, expected_cohort = sampler.event(plan.release), sampler.expected_cohort
     protocol.ledger.demand_room(round_, event, replay=not rng.private)
 
-    cohort = plan.sampler.cohort(rng.child("cohort"))  # P_t: private, it stays here
+    cohort = sampler.cohort(rng.child("cohort"))  # P_t: private, it stays here
     if not each_once(cohort):
         raise PrivacyError(f"round {round_}: the sampler names a client twice; a cohort has rising client numbers")
     job = client_job(protocol, state)
@@ -89,7 +90,7 @@ def run_round(protocol: Protocol, state: ServerState, rng: Rng) -> RoundResult:
     except RoundAborted as reason:  # paid for as if it had been released, and not repeated: cohorts stay Poisson
         payment.settle()
         nothing = Diagnostics(job.message.vector_width(protocol.layout.total), job.clip_norm)
-        figures = nothing.report(release.noise_std, plan.expected_cohort)
+        figures = nothing.report(release.noise_std, expected_cohort)
         return RoundResult(replace(state, round=round_), figures | {"aborted": str(reason)})
     noisy = protocol.mechanism.release(total, release, noise())
 
@@ -97,16 +98,16 @@ def run_round(protocol: Protocol, state: ServerState, rng: Rng) -> RoundResult:
         protocol.rows.stage(round_, rows)  # no release: nobody but these clients sees them
     payment.settle()  # on disk before anything leaves (invariant 6)
     update, bits = job.message.decode(noisy, protocol.layout.total)
-    mean = update / plan.expected_cohort  # the constant pN, never len(cohort) (invariant 3)
-    noise_std = release.noise_std / plan.expected_cohort
+    mean = update / expected_cohort  # the constant pN, never len(cohort) (invariant 3)
+    noise_std = release.noise_std / expected_cohort
     if protocol.denoise is not None:
         mean = protocol.denoise.clean(mean, noise_std, protocol.layout)
     state = protocol.server.step(state, mean, round_=state.round, rounds=plan.rounds, noise_std=noise_std)
     if protocol.averaging is not None:
         state = protocol.averaging.update(state, round_=state.round - 1, rounds=plan.rounds)
     if protocol.clipping is not None:
-        state = protocol.clipping.update(state, bits, plan.expected_cohort, protocol.clip_norm)
-    return RoundResult(state, seen.report(release.noise_std, plan.expected_cohort))
+        state = protocol.clipping.update(state, bits, expected_cohort, protocol.clip_norm)
+    return RoundResult(state, seen.report(release.noise_std, expected_cohort))
 
 
 def client_job(protocol: Protocol, state: ServerState) -> ClientJob:
@@ -118,7 +119,7 @@ def client_job(protocol: Protocol, state: ServerState) -> ClientJob:
     if protocol.clipping is not None:
         clip_norm = protocol.clipping.clip_norm(state, protocol.clip_norm)
         bit_weight = protocol.clipping.bit_weight(
-            clip_norm, protocol.plan.noise_multiplier, protocol.plan.expected_cohort
+            clip_norm, protocol.plan.noise_multiplier, protocol.plan.sampler.expected_cohort
         )
     message = Message(protocol.bounding, support, bit_weight)
     return ClientJob(
