@@ -68,7 +68,7 @@ registry.PART_HOMES.update(
     model="fedblur.learning.models",
     method="fedblur.learning.methods",
     mechanism="fedblur.privacy.mechanisms",
-    sampling="fedblur.privacy.sampling",
+    sampling="fedblur.privacy.sampling fedblur.privacy.participation",
     server="fedblur.training.server",
     averaging="fedblur.training.server",
     clipping="fedblur.training.adaptive_clipping",

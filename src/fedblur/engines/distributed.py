@@ -340,6 +340,9 @@ class ForeignLedger:
     def count_torn(self, event: events.Event) -> None:
         raise _not_ours()
 
+    def number(self, round_: int, event: events.Event, replay: bool) -> int:
+        raise _not_ours()
+
     def spends(self) -> list[tuple[int, events.Event]]:
         raise _not_ours()
 

@@ -10,7 +10,7 @@ import functools
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, get_args
 
 from fedblur.core.config import MOST_ROUNDS
@@ -18,22 +18,36 @@ from fedblur.core.errors import ConfigError, PrivacyError
 from fedblur.privacy.accountants import INTERPRETERS, rdp_at_order, renyi
 from fedblur.privacy.events import (
     Composed,
+    Correlated,
+    CyclicSampled,
     DistributedDiscreteGaussian,
     Event,
     FixedSizeSampled,
     Gaussian,
     PoissonSampled,
     PrivateSelection,
+    Stream,
     Votes,
     flatten,
+    listed,
+    stream_of,
 )
+from fedblur.privacy.participation import Scheduled
 from fedblur.privacy.root_finding import find_root
 from fedblur.privacy.sampling import Sampler
 
 Accountant = Literal["pld", "rdp"]
 ACCOUNTANTS: tuple[Accountant, ...] = get_args(Accountant)
-Adjacency = Literal["add or remove one client", "replace one client"]
-ZERO_OUT = "one client's data against no data (zero-out); that it takes part is not hidden"
+Adjacency = Literal[
+    "add or remove one client",
+    "replace one client",
+    "one client's data against no data (zero-out); its group is not hidden",
+    "one client's data against no data (zero-out); that it takes part is not hidden",
+]
+ZERO_OUT: Adjacency = "one client's data against no data (zero-out); that it takes part is not hidden"
+ZERO_OUT_IN_GROUP: Adjacency = "one client's data against no data (zero-out); its group is not hidden"
+# What holds with and without a client also holds with and without its data, so a total of both claims the weaker one.
+_WEAKER: tuple[Adjacency, ...] = ("add or remove one client", ZERO_OUT_IN_GROUP, ZERO_OUT)
 
 SMALLEST_SIGMA, LARGEST_SIGMA = 2.0**-6, 2.0**20  # where a noise multiplier is looked for
 _TOLERANCE = 1e-4  # of a calibrated noise multiplier, relative
@@ -99,17 +113,33 @@ def largest_epsilon(delta: float) -> float:
 
 def adjacency(event: Event) -> Adjacency:
     """Return which two populations the guarantee cannot tell apart. An unknown event is refused."""
-    relations = {_relation(release) for release in flatten(event)}
-    if len(relations) > 1:
+    relations = {_relation(release) for release in listed(event)}
+    if len(relations) == 1:
+        return relations.pop()
+    if not relations <= set(_WEAKER):
         raise PrivacyError("fixed-size and other cohorts protect different neighbours; account for them apart")
-    return relations.pop()
+    return max(relations, key=_WEAKER.index)
 
 
 def _relation(release: Event) -> Adjacency:
+    if isinstance(release, Stream):
+        _relation(release.resolved(1)[0])
+        return ZERO_OUT_IN_GROUP if isinstance(release, CyclicSampled) else ZERO_OUT
     if isinstance(release, FixedSizeSampled | PoissonSampled):
         _relation(release.inner)
+    if isinstance(release, Correlated):
+        raise PrivacyError(
+            f"what {type(release).__name__} costs depends on when each client takes part; set sampling = "
+            '{ name = "min_separation", rounds = 20 }, or "in_turn"'
+        )
     if isinstance(release, PrivateSelection):
-        return adjacency(Composed(release.trials))
+        trials = Composed(release.trials)
+        if any(isinstance(trial, Stream) for trial in listed(trials)):
+            raise PrivacyError(
+                "a private search cannot try runs whose clients take turns or keep a distance: all trials have the "
+                'same clients; use sampling = "poisson"'
+            )
+        return adjacency(trials)
     if renyi.dispatch(type(release)) is renyi.dispatch(object):
         raise PrivacyError(f"{type(release).__name__} is known to no accountant; an unknown event is refused")
     return "replace one client" if isinstance(release, FixedSizeSampled) else "add or remove one client"
@@ -280,6 +310,17 @@ class PrivacyPlan:
         return self.sampler.event(self.release)
 
     @property
+    def stream(self) -> str | None:
+        """Return the name of the run's stream of releases: "" while it is planned; None where each stands by itself."""
+        return stream_of(self.event())
+
+    def in_stream(self, stream: str | None) -> PrivacyPlan:
+        """Return the same plan with its releases in a stream of this name, if they are of one."""
+        if stream is None or not isinstance(self.sampler, Scheduled):
+            return self
+        return replace(self, sampler=self.sampler.in_stream(stream))
+
+    @property
     def adjacency(self) -> str:
         """Between which neighbours epsilon holds. Where it shows who came, a client's presence is no secret."""
         return ZERO_OUT if self.shows_cohort else adjacency(self.event())
@@ -309,6 +350,8 @@ def make_plan(
             f"noise_multiplier={noise_multiplier:g} must be from {SMALLEST_SIGMA:.3g} to {LARGEST_SIGMA:.3g}, or 0: "
             "less protects nobody, and more leaves nothing to learn from"
         )
+    if isinstance(sampler, Scheduled):
+        sampler.demand_enough(rounds)
     fixed = parse_delta(delta, sampler.clients)
     shown = mechanism.shows_cohort
     sampler = sampler.seen() if shown else sampler

@@ -66,8 +66,9 @@ class Link:
 class Chain:
     """A file that only grows. What was read once is remembered; each look reads only what is new."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, what: str = "ledger", private: bool = False) -> None:
+        self.path, self.what = path, what
+        self.mode = 0o600 if private else 0o644  # whether only its owner may read it
         self.links: list[Link] = []
         self.torn = b""  # what stands after the last whole line
         self._size = 0  # of the whole lines
@@ -79,7 +80,7 @@ class Chain:
 
     def read(self) -> list[Link]:
         """Read all lines, including those that others wrote meanwhile."""
-        with _opened(self.path, os.O_RDONLY) as file:
+        with self._opened(os.O_RDONLY) as file:
             self._catch_up(file)
         return self.links
 
@@ -87,7 +88,7 @@ class Chain:
     def writing(self) -> Iterator[Chain]:
         """Lock the chain: until the end of the block nobody else writes."""
         new = not self.path.exists()
-        with _opened(self.path, os.O_RDWR | os.O_CREAT) as file:
+        with self._opened(os.O_RDWR | os.O_CREAT) as file:
             if fcntl is not None:
                 fcntl.flock(file, fcntl.LOCK_EX)  # freed when the file is closed
             self._catch_up(file)
@@ -108,6 +109,24 @@ class Chain:
         self.links.append(link)
         self.torn = b""
         self._size += len(line)
+
+    @contextlib.contextmanager
+    def _opened(self, flags: int) -> Iterator[int]:
+        try:
+            # bytes as they are, on Windows too; a pipe must not block
+            bits = flags | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
+            file = os.open(self.path, bits, self.mode)
+        except OSError as error:
+            raise RunError(f"the {self.what} {self.path} cannot be opened: {error.strerror}") from None
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise RunError(f"the {self.what} {self.path} is not a regular file; restore it from a copy")
+            yield file
+        except OSError as error:
+            reason = error.strerror or error
+            raise RunError(f"the {self.what} {self.path} cannot be used: {reason}; free space or restore it") from None
+        finally:
+            os.close(file)
 
     def _catch_up(self, file: int) -> None:
         if os.fstat(file).st_size < self._size:
@@ -145,24 +164,6 @@ def _line(link: Link) -> bytes:
 
 def _json(value: Mapping[str, Any]) -> str:
     return json.dumps(value, sort_keys=True, allow_nan=False)
-
-
-@contextlib.contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
-    try:
-        # bytes as they are, on Windows too; a pipe must not block
-        file = os.open(path, flags | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0), 0o644)
-    except OSError as error:
-        raise RunError(f"the ledger {path} cannot be opened: {error.strerror}") from None
-    try:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise RunError(f"the ledger {path} is not a regular file; restore it from a copy")
-        yield file
-    except OSError as error:
-        reason = error.strerror or error
-        raise RunError(f"the ledger {path} cannot be used: {reason}; free space or restore it") from None
-    finally:
-        os.close(file)
 
 
 Randomness = Literal["operating system", "seed", "unaudited part"]  # where noise and cohorts come from
@@ -204,6 +205,9 @@ class Spending(Protocol):
 
     def spend(self, round_: int, event: events.Event, replay: bool) -> None:
         """Write down one release, before it happens. `replay`: the same round gives the very same release (seeded)."""
+
+    def number(self, round_: int, event: events.Event, replay: bool) -> int:
+        """Return the number that this release has among all of the ledger, or will have."""
 
     def spends(self) -> list[tuple[int, events.Event]]:
         """Return (round, event) of every release, in order."""
@@ -266,6 +270,7 @@ class Ledger:
         self._known = 0  # lines that are counted below
         self._spends: list[tuple[int, events.Event]] = []
         self._done: set[tuple[int, str]] = set()
+        self._numbers: dict[int, int] = {}  # of each round's first release
         self._kinds: dict[str, events.Event] = {}
         with self._chain.writing() as chain:
             new = not chain.links
@@ -306,6 +311,17 @@ class Ledger:
         if not (replay and (round_, _text(event)) in self._done):
             self._demand_room(round_, event)
 
+    def number(self, round_: int, event: events.Event, replay: bool) -> int:
+        """Return the number that this release has among all of the ledger, or will have: the first is 1.
+
+        A round that a private run repeats is another release, with a number of its own.
+        """
+        self._chain.read()
+        self._catch_up()
+        if replay and (round_, _text(event)) in self._done:
+            return self._numbers[round_]
+        return len(self._spends) + 1
+
     def count_torn(self, event: events.Event) -> None:
         """Count a line that a crash cut short as a release of this event, where it may have been one."""
         with self._chain.writing() as chain:
@@ -336,6 +352,7 @@ class Ledger:
         self._catch_up()
 
     def _demand_room(self, round_: int, event: events.Event) -> None:
+        events.demand_stream(event)
         foreign = next((kind for kind in self._kinds if kind != _text(event)), None)
         if foreign is not None:
             raise PrivacyError(f"{self.path} holds a spend of another kind ({foreign}); a run releases only one kind")
@@ -394,6 +411,7 @@ class Ledger:
                     ((round_, self._kinds[text]),) = read_spends([link])
                 self._spends.append((round_, self._kinds[text]))
                 self._done.add((round_, text))
+                self._numbers.setdefault(round_, len(self._spends))
         self._known = len(self._chain.links)
 
 

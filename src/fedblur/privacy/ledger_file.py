@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,13 @@ def read_subject(chain: Chain) -> Subject | None:
         )  # fmt: skip
     except (KeyError, TypeError, ValueError):
         raise ChainError(f"{chain.path} does not say what it is about; it is not a ledger of this version") from None
+
+
+def read_stream(path: Path) -> str:
+    """Read the name of a run's stream of releases from its ledger, or draw one for a ledger that is to be opened."""
+    subject = read_subject(chain) if path.exists() and (chain := Chain(path)).read() else None
+    stream = "" if subject is None else subject.event.get("stream")
+    return stream if isinstance(stream, str) and stream else os.urandom(16).hex()
 
 
 def close_ledger(path: Path, released: Mapping[str, str]) -> None:

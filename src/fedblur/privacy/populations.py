@@ -357,7 +357,7 @@ def composed(entries: Iterable[Entry], made: bool = False) -> events.Event | Non
     """Return all releases that are reserved as one event; `made`: only those that were made."""
     counts: dict[events.Event, int] = {}
     for entry in entries:
-        event = entry.release
+        event = events.apart(entry.release, entry.ledger)
         counts[event] = counts.get(event, 0) + (entry.spent if made else entry.reserved)
     return totals.counted(counts)
 

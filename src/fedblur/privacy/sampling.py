@@ -186,7 +186,7 @@ class Poisson:
     """Each client joins independently with probability p. The default, and the best understood."""
 
     def sampler(self, clients: int, rate: float) -> Sampler:
-        _check(clients, rate)
+        check_population(clients, rate)
         return PoissonSampler(clients, rate)
 
 
@@ -196,7 +196,7 @@ class Fixed:
     """Exactly round(p·N) clients a round. Needs two to four times Poisson's noise (`accountants.py`)."""
 
     def sampler(self, clients: int, rate: float) -> Sampler:
-        _check(clients, rate)
+        check_population(clients, rate)
         size = round(rate * clients)
         if size < 1:
             raise ConfigError(
@@ -212,7 +212,7 @@ class Full:
     """All clients in every round; p must be 1."""
 
     def sampler(self, clients: int, rate: float) -> Sampler:
-        _check(clients, rate)
+        check_population(clients, rate)
         if rate != 1:
             raise ConfigError(f'sample_rate={rate:g} must be 1 with sampling = "full"; or use sampling = "poisson"')
         return FullSampler(clients)
@@ -223,7 +223,7 @@ def each_once(ids: Tensor) -> bool:
     return bool((ids[1:] > ids[:-1]).all())
 
 
-def _check(clients: int, rate: float) -> None:
+def check_population(clients: int, rate: float) -> None:
     if clients < 1:
         raise ConfigError(f"clients={clients} must be 1 or more")
     if not 0 < rate <= 1:

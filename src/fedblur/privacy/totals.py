@@ -14,7 +14,7 @@ from fedblur.core.errors import PrivacyError
 from fedblur.privacy import accounting
 from fedblur.privacy.accountants import ORDERS
 from fedblur.privacy.accounting import ACCOUNTANTS, Accountant
-from fedblur.privacy.events import Composed, Event, SelfComposed, flatten
+from fedblur.privacy.events import Composed, Event, SelfComposed, demand_stream, flatten
 
 
 def together(released: Iterable[Event]) -> Event | None:
@@ -29,7 +29,10 @@ def counted(counts: Mapping[Event, int]) -> Event | None:
     """Join releases, each with its count, into one event; None where there are none.
 
     Their order is that of their text: the accountants remember what they computed, and find the same total again.
+    A release that names no stream is refused: two runs' would count as those of one run.
     """
+    for event in counts:
+        demand_stream(event)
     ordered = sorted(((event, count) for event, count in counts.items() if count), key=lambda item: repr(item[0]))
     parts = tuple(SelfComposed(event, count) for event, count in ordered)
     return Composed(parts) if parts else None

@@ -179,6 +179,7 @@ def train(
             setup = setup.keeping_rows(folder.personal, state)
             if setup.rows is not None:
                 setup.rows.begin()
+            setup = setup.keeping_record(folder.participation, new=True)
             _save(folder, setup, state, resolved)
             return dismiss(ranks, setup, run_loop(folder, setup, state, resolved, [], watch, on_evaluate))
 

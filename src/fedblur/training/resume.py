@@ -24,6 +24,7 @@ from fedblur.training.checkpoint import load_newest
 from fedblur.training.checks import check_arguments
 from fedblur.training.loop import Run, assist, config_of, connected, dismiss, greet, run_loop, trainable_of
 from fedblur.training.machine import Machine
+from fedblur.training.participation_record import ParticipationRecord
 from fedblur.training.run_folder import RunFolder
 from fedblur.training.server import FIRST_ROW, ServerState
 from fedblur.training.setup import Setup, demand_same_roles, prepare
@@ -83,6 +84,11 @@ def resume(
                 raise RunError(f"the checkpoint of {path} has {found} parameters, the model {wanted}")
             state = ServerState.from_tensors(tensors, checkpoint.round)
             _demand_budget(folder, setup, state)
+            setup = setup.keeping_record(folder.participation)
+            record = setup.protocol.attendance
+            if isinstance(record, ParticipationRecord):
+                record.demand_anchor(checkpoint.state.get("participation"), f"the checkpoint of round {state.round}")
+                record.demand_agreement(folder.ledger)
             if folder.model_round() <= state.round and state.round < config.rounds:
                 remove(folder.summary)  # of what was there when the run stopped; wrong from now on
             if setup.protocol.personal is not None and FIRST_ROW not in state.buffers:

@@ -27,6 +27,7 @@ from fedblur.privacy.clipping import Bounding, Message
 from fedblur.privacy.ledger import Payment, Spending
 from fedblur.privacy.mechanisms import Mechanism
 from fedblur.privacy.mechanisms.base import Release
+from fedblur.privacy.participation import Attendance, cohort_of
 from fedblur.privacy.sampling import each_once
 from fedblur.training.adaptive_clipping import Adaptive
 from fedblur.training.client_rows import ClientRows
@@ -57,6 +58,7 @@ class Protocol:
     task: Task = field(default_factory=Classification)
     personal: Personal | None = None  # what stays on clients
     rows: ClientRows | None = None  # where this process keeps it for them; None: they keep it themselves
+    attendance: Attendance = field(default_factory=Attendance)  # who took part, where cohorts depend on it
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ def run_round(protocol: Protocol, state: ServerState, rng: Rng) -> RoundResult:
     event, expected_cohort = sampler.event(plan.release), sampler.expected_cohort
     protocol.ledger.demand_room(round_, event, replay=not rng.private)
 
-    cohort = sampler.cohort(rng.child("cohort"))  # P_t: private, it stays here
+    number = protocol.ledger.number(round_, event, replay=not rng.private)  # of the release among all of the run
+    cohort = cohort_of(sampler, protocol.attendance, number, round_, rng.child("cohort"))  # P_t: it stays here
     if not each_once(cohort):
         raise PrivacyError(f"round {round_}: the sampler names a client twice; a cohort has rising client numbers")
     job = client_job(protocol, state)

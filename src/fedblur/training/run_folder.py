@@ -132,6 +132,8 @@ class RunFolder:
         self.lock = path / ".lock"
         self.checkpoints = path / "checkpoints"
         self.personal = path / "personal"  # what stays on clients, in a simulation
+        self.local_only = path / "local_only"  # what must never be published
+        self.participation = self.local_only / "participation.jsonl"
         self.model = path / "model.safetensors"
         self.summary = path / "summary.json"
 
@@ -225,6 +227,7 @@ class RunFolder:
             self.demand_begun()
         self.abandon()
         remove_folder(self.personal)
+        remove_folder(self.local_only)
         remove(self.rounds, self.model, self.summary)  # of a run whose checkpoints and ledger were removed by hand
         write_atomically(self.config, (json.dumps(json.loads(canonical(resolved)), indent=2) + "\n").encode())
 
@@ -236,6 +239,7 @@ class RunFolder:
         """
         if self.stage() in ("empty", "prepared"):
             remove_folder(self.personal)
+            remove_folder(self.local_only)
             remove(self.ledger, self.engine, self.config)
 
     # --- what is written ---

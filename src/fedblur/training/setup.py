@@ -43,12 +43,15 @@ from fedblur.privacy.accounting import PrivacyPlan, make_plan
 from fedblur.privacy.claim import UNIT, OwnPart, unclaimed
 from fedblur.privacy.clipping import Message
 from fedblur.privacy.ledger import Budget, Ledger, Subject, randomness_of
+from fedblur.privacy.ledger_file import read_stream
 from fedblur.privacy.mechanisms.base import mechanism_for
+from fedblur.privacy.participation import Attendance, Scheduled
 from fedblur.privacy.population_account import account_of, covers
 from fedblur.training.checks import cautions, check_fit, check_targets, check_task
 from fedblur.training.client_rows import RowsInMemory, RowsOnDisk
 from fedblur.training.machine import Machine
 from fedblur.training.own_parts import audited, own_parts
+from fedblur.training.participation_record import ParticipationRecord
 from fedblur.training.round import Protocol
 from fedblur.training.server import FIRST_ROW, ServerState
 
@@ -91,6 +94,14 @@ class Setup:
         rows = self.protocol.rows
         return rows if isinstance(rows, RowsOnDisk) else None
 
+    def keeping_record(self, path: Path, new: bool = False) -> Setup:
+        """Return the same run with the record of who took part kept in this file, if its cohorts depend on it."""
+        plan = self.protocol.plan
+        if not isinstance(plan.sampler, Scheduled) or not plan.sampler.recorded:
+            return self
+        record = ParticipationRecord(path, plan.sampler.clients, plan.sampler.stream, new)
+        return replace(self, protocol=replace(self.protocol, attendance=record))
+
     def keeping_rows(self, folder: Path, state: ServerState) -> Setup:
         """Return the same run with what stays on its clients kept in this folder.
 
@@ -113,6 +124,8 @@ class Setup:
     def remembered(self) -> dict[str, Any]:
         """Return what checkpoints remember, to refuse another ledger, training clients or frozen parameters."""
         remembered = {"ledger": self.protocol.ledger.anchor(), "roles": ROLES}
+        if isinstance(self.protocol.attendance, ParticipationRecord):
+            remembered["participation"] = self.protocol.attendance.anchor()
         return remembered | ({"constants": self.constants} if self.constants else {})
 
     @property
@@ -148,6 +161,7 @@ def prepare(
     trained, data = computed_ahead(module, data, config.method, device, tell)
     shape, classes = data.train.shape, data.train.classes
     plan = plan_for(config, data.train.clients + canaries, layout.total)
+    plan = plan if ledger is None else plan.in_stream(read_stream(ledger))
     if config.clipping is not None:
         config.clipping.vector_multiplier(plan.noise_multiplier, plan.expected_cohort)  # refuses before a round
     personal = Personal.of(module, layout, config.method)
@@ -189,6 +203,7 @@ def prepare(
         task=config.task,
         personal=personal,
         rows=RowsInMemory(personal.initial) if personal is not None and not data.remote else None,
+        attendance=Attendance(plan.sampler.clients if isinstance(plan.sampler, Scheduled) else 0),
     )
     held, fixed = held_out(config, data), constants_digest(module)
     return Setup(config, data, module, initial, protocol, rng, held, source, fixed, own)

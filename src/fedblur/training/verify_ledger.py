@@ -5,6 +5,7 @@
     owner       the configuration in config.json is the one that the ledger was opened for
     plan        noise, sampling, δ and rounds are recomputed from config.json and N, and are those of the ledger
     coverage    there is a release for every round that left anything in the folder
+    attendance  the record of who took part has a cohort for every release, and none that the sampling does not allow
     closing     model, summary and rounds are what the ledger was closed with
     randomness  the ledger, config.json and the summary agree on where the noise came from: the system, or a seed
     budget      the releases are of one kind and within the budget
@@ -36,9 +37,11 @@ from fedblur.privacy.claim import UNIT
 from fedblur.privacy.events import Event, PrivateSelection
 from fedblur.privacy.ledger import Budget, Chain, Subject, randomness_of, read_budget, read_randomness, read_spends
 from fedblur.privacy.ledger_file import demand_anchor, open_ledger, read_closing, read_subject
+from fedblur.privacy.participation import Scheduled
 from fedblur.privacy.totals import spent, together
 from fedblur.training.checkpoint import load_newest
 from fedblur.training.own_parts import audited, own_parts
+from fedblur.training.participation_record import ParticipationRecord
 from fedblur.training.run_folder import RunFolder, RunSummary
 from fedblur.training.setup import plan_for
 
@@ -103,7 +106,7 @@ def compose(books: list[Books], delta: float | None = None) -> tuple[float, dict
         raise ConfigError(f"delta={delta} must be in (0, 1)")
     if unprotected(books):
         return delta, dict.fromkeys(ACCOUNTANTS, math.inf)
-    event = together([event for book in books for _, event in book.spends])
+    event = together([events.apart(event, str(which)) for which, book in enumerate(books) for _, event in book.spends])
     return delta, {name: spent(event, delta, name) for name in ACCOUNTANTS}
 
 
@@ -147,6 +150,7 @@ def verify(run: Path) -> list[str]:
         _owner(books, summary, config),
         _plan(folder, books, summary, config),
         _coverage(folder, books, summary),
+        _participation(folder, books, summary, config),
         _closing(folder, books, summary),
         _secrecy(books, summary, statement),
         _budget(books),
@@ -218,7 +222,8 @@ def replanned(folder: RunFolder, config: Config, subject: Subject, summary: RunS
         parameters = load_newest(folder.checkpoints)[0].tensors["theta"].numel()
     if summary is not None and summary.parameters != parameters:
         raise RunError(f"summary.json says {summary.parameters} parameters, the model has {parameters}")
-    return plan_for(config, subject.clients, parameters)
+    stream = events.stream_of(events.from_json(subject.event))
+    return plan_for(config, subject.clients, parameters).in_stream(stream)
 
 
 def _plan(folder: RunFolder, books: Books, summary: RunSummary | None, config: Config | None) -> Iterator[str]:
@@ -326,6 +331,20 @@ def _coverage(folder: RunFolder, books: Books, summary: RunSummary | None) -> It
         yield f"{len(missing)} rounds left results but no release in the ledger, the first is round {missing[0]}"
     if summary and summary.privacy.releases > len(books.spends):
         yield f"summary.json counts {summary.privacy.releases} releases, the ledger {len(books.spends)}"
+
+
+def _participation(folder: RunFolder, books: Books, summary: RunSummary | None, config: Config | None) -> Iterator[str]:
+    """Check that the record of who took part belongs to this ledger, and that everyone took part as is accounted."""
+    subject = read_subject(books.chain)
+    if config is None or subject is None or not getattr(config.sampling, "scheduled", False):
+        return
+    sampler = replanned(folder, config, subject, summary).sampler
+    if isinstance(sampler, Scheduled) and sampler.recorded:
+        record = ParticipationRecord(folder.participation, sampler.clients, sampler.stream)
+        record.demand_agreement(folder.ledger)
+        checkpoint, _ = load_newest(folder.checkpoints)
+        record.demand_anchor(checkpoint.state.get("participation"), f"the checkpoint of round {checkpoint.round}")
+        yield from record.violations(sampler)
 
 
 def _closing(folder: RunFolder, books: Books, summary: RunSummary | None) -> Iterator[str]:
