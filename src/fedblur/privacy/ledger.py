@@ -269,8 +269,7 @@ class Ledger:
         self._chain = Chain(path)
         self._known = 0  # lines that are counted below
         self._spends: list[tuple[int, events.Event]] = []
-        self._done: set[tuple[int, str]] = set()
-        self._numbers: dict[int, int] = {}  # of each round's first release
+        self._done: dict[tuple[int, str], int] = {}  # the number of each release
         self._kinds: dict[str, events.Event] = {}
         with self._chain.writing() as chain:
             new = not chain.links
@@ -312,15 +311,9 @@ class Ledger:
             self._demand_room(round_, event)
 
     def number(self, round_: int, event: events.Event, replay: bool) -> int:
-        """Return the number that this release has among all of the ledger, or will have: the first is 1.
-
-        A round that a private run repeats is another release, with a number of its own.
-        """
-        self._chain.read()
-        self._catch_up()
-        if replay and (round_, _text(event)) in self._done:
-            return self._numbers[round_]
-        return len(self._spends) + 1
+        """Return the number that a release has or will have, from 1 on; a private round that is repeated, another."""
+        following = len(self.spends()) + 1
+        return self._done.get((round_, _text(event)), following) if replay else following
 
     def count_torn(self, event: events.Event) -> None:
         """Count a line that a crash cut short as a release of this event, where it may have been one."""
@@ -410,8 +403,7 @@ class Ledger:
                 if text not in self._kinds or not isinstance(round_, int):  # events are parsed once for each kind
                     ((round_, self._kinds[text]),) = read_spends([link])
                 self._spends.append((round_, self._kinds[text]))
-                self._done.add((round_, text))
-                self._numbers.setdefault(round_, len(self._spends))
+                self._done.setdefault((round_, text), len(self._spends))
         self._known = len(self._chain.links)
 
 

@@ -95,11 +95,6 @@ class Scheduled(ABC):
     def independent(self) -> bool:
         return False
 
-    @property
-    @abstractmethod
-    def separation(self) -> int:
-        """Return how many rounds lie from one participation of a client to its next, at least."""
-
     @abstractmethod
     def chosen(self, number: int, past: Attendance, rng: Rng) -> Ids:
         """Choose the sorted clients of a release; `past` is what a `recorded` sampler needs."""
@@ -154,8 +149,8 @@ class MinSeparationSampler(Scheduled):
     """Exactly `size` of the clients who may take part again, every such set equally likely."""
 
     size: int
-    separation: int = 1  # b
-    at_most: int = 0  # k; 0: as often as the separation allows
+    separation: int  # b
+    at_most: int  # k; 0: as often as the separation allows
 
     recorded: ClassVar[bool] = True
 
@@ -194,7 +189,7 @@ class MinSeparationSampler(Scheduled):
 
     def may(self, number: int, past: Attendance) -> NDArray[np.bool_]:
         rested = (past.last == 0) | (number - past.last >= self.separation)
-        return rested & (past.times < self.at_most) if self.at_most else rested
+        return np.asarray(rested & (past.times < self.at_most) if self.at_most else rested)
 
     def event(self, inner: Event) -> Event:
         return MinSeparated(self.separation, self.at_most, self.stream, inner)
@@ -248,7 +243,7 @@ class InTurnSampler(Scheduled):
         return np.flatnonzero(self.may(number, past))
 
     def may(self, number: int, past: Attendance) -> NDArray[np.bool_]:
-        return group_of(np.arange(self.clients), self.groups) == number % self.groups
+        return np.asarray(group_of(np.arange(self.clients), self.groups) == number % self.groups)
 
     def returns(self, client: int, number: int, past: Attendance) -> int | None:
         return number + int(group_of(np.array([client]), self.groups)[0] - number) % self.groups
@@ -294,7 +289,7 @@ class CyclicSampler(Scheduled):
         return np.flatnonzero(self.may(number, past) & (rng.uniform(self.clients) < chance))
 
     def may(self, number: int, past: Attendance) -> NDArray[np.bool_]:
-        return group_of(np.arange(self.clients), self.groups) == number % self.groups
+        return np.asarray(group_of(np.arange(self.clients), self.groups) == number % self.groups)
 
     def returns(self, client: int, number: int, past: Attendance) -> int | None:
         return number + int(group_of(np.array([client]), self.groups)[0] - number) % self.groups
