@@ -40,6 +40,7 @@ from fedblur.learning.module_function import Layout, Params, copied, initial_vec
 from fedblur.learning.personal_evaluation import measure_personal
 from fedblur.learning.tasks import Classification, Loss, Own, OwnLoss
 from fedblur.privacy.claim import to_json, unclaimed
+from fedblur.privacy.mechanisms.correlated import CorrelatedNoise
 from fedblur.training.checkpoint import Checkpoint, oldest_checkpoint, save_checkpoint
 from fedblur.training.checks import check_arguments, note_divergence
 from fedblur.training.client_rows import read_personal
@@ -393,6 +394,8 @@ def _finish(folder: RunFolder, setup: Setup, state: ServerState, rows: list[Row]
     if round_ == state.round:
         record = replace(record, local_only=record.local_only | personal_figures(setup, state))
     folder.write_summary(record)
+    if state.round == setup.config.rounds and isinstance(setup.protocol.mechanism, CorrelatedNoise):
+        setup.protocol.mechanism.ended()
     load_vector(setup.module, Layout.of(setup.module).flatten(whole_model(setup, vector.to(setup.initial.device))))
     return Run(folder.path, record, setup.module.eval(), rows)
 

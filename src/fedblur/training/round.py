@@ -27,7 +27,7 @@ from fedblur.privacy.clipping import Bounding, Message
 from fedblur.privacy.ledger import Payment, Spending
 from fedblur.privacy.mechanisms import Mechanism
 from fedblur.privacy.mechanisms.base import Release
-from fedblur.privacy.participation import Attendance, cohort_of
+from fedblur.privacy.participation import Attendance, Scheduled, cohort_of
 from fedblur.privacy.sampling import each_once
 from fedblur.training.adaptive_clipping import Adaptive
 from fedblur.training.client_rows import ClientRows
@@ -77,7 +77,9 @@ def run_round(protocol: Protocol, state: ServerState, rng: Rng) -> RoundResult:
     protocol.ledger.demand_room(round_, event, replay=not rng.private)
 
     number = protocol.ledger.number(round_, event, replay=not rng.private)  # of the release among all of the run
-    cohort = cohort_of(sampler, protocol.attendance, number, round_, rng.child("cohort"))  # P_t: it stays here
+    drawn = rng.child("cohort")  # P_t is private: it stays here
+    scheduled = isinstance(sampler, Scheduled)  # whose cohorts depend on who took part before
+    cohort = cohort_of(sampler, protocol.attendance, number, round_, drawn) if scheduled else sampler.cohort(drawn)
     if not each_once(cohort):
         raise PrivacyError(f"round {round_}: the sampler names a client twice; a cohort has rising client numbers")
     job = client_job(protocol, state)
@@ -85,7 +87,7 @@ def run_round(protocol: Protocol, state: ServerState, rng: Rng) -> RoundResult:
     if job.personal is not None and rows is not None:
         job = replace(job, personal=replace(job.personal, rows=rows))
     width, bound = job.message.width(protocol.layout.total), job.message.l2_bound(job.clip_norm)
-    release = Release(width, bound, plan.noise_multiplier, len(cohort), state.theta.device, round_)
+    release = Release(width, bound, plan.noise_multiplier, len(cohort), state.theta.device, round_, number=number)
     noise = protocol.mechanism.draw(release, rng)  # beside the clients' training: it depends on no data
     payment = Payment(protocol.ledger, round_, event, replay=not rng.private)
     try:

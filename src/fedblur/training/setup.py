@@ -42,9 +42,12 @@ from fedblur.privacy import events
 from fedblur.privacy.accounting import PrivacyPlan, make_plan
 from fedblur.privacy.claim import UNIT, OwnPart, unclaimed
 from fedblur.privacy.clipping import Message
-from fedblur.privacy.ledger import Budget, Ledger, Subject, randomness_of
+from fedblur.privacy.ledger import Budget, Ledger, Spending, Subject, randomness_of
 from fedblur.privacy.ledger_file import read_stream
+from fedblur.privacy.mechanisms import Mechanism
 from fedblur.privacy.mechanisms.base import mechanism_for
+from fedblur.privacy.mechanisms.correlated import CorrelatedNoise, SeededNoise
+from fedblur.privacy.noise_key import NoiseKey
 from fedblur.privacy.participation import Attendance, Scheduled
 from fedblur.privacy.population_account import account_of, covers
 from fedblur.training.checks import cautions, check_fit, check_targets, check_task
@@ -182,15 +185,16 @@ def prepare(
     own = own_parts(config, None if named else module)
     if ledger is not None:  # before anything is spent
         own = audited(own, config, plan, layout.total, rng.child("audit of own parts"))
-    mechanism = mechanism_for(config, plan.sampler, layout.total)
     source = connect(Wanted(work, data, plan, device, "bf16" if half else "fp32", private, machine.engine))
+    books = ForeignLedger() if ledger is None else ledger_of(config, plan, ledger, data, machine, canaries > 0, own)
+    mechanism = begin_noise(mechanism_for(config, plan.sampler, layout.total), plan, rng, books)
     protocol = Protocol(
         plan=plan,
         sums=source.sums,
         mechanism=mechanism,
         server=config.server,
         averaging=config.averaging,
-        ledger=ForeignLedger() if ledger is None else ledger_of(config, plan, ledger, data, machine, canaries > 0, own),
+        ledger=books,
         forward=forward,
         layout=layout,
         local=config.local,
@@ -317,6 +321,27 @@ def ledger_of(
         config_digest(config), UNIT, plan.sampler.clients, plan.noise_multiplier, events.to_json(plan.event())
     )
     return Ledger(path, budget, config_hash(config), randomness, subject, account)
+
+
+def begin_noise(mechanism: Mechanism, plan: PrivacyPlan, rng: Rng, ledger: Spending) -> Mechanism:
+    """Return the mechanism of a run that begins or goes on: correlated noise has keys, and goes on where it was.
+
+    A private run has them where its ledger is written: no other process adds noise. A step that was served before a
+    kill, and not paid, is paid now.
+    """
+    if not isinstance(mechanism, CorrelatedNoise):
+        return mechanism
+    if not rng.private:
+        return mechanism.started(SeededNoise(rng))
+    if not isinstance(ledger, Ledger) or not plan.stream:
+        return mechanism
+    paid = ledger.spends()
+    if len(paid) >= plan.rounds:
+        return mechanism  # it makes no release any more, and its keys may be gone
+    key = NoiseKey.of(plan.stream, len(paid))
+    for _ in range(len(paid), key.served):
+        ledger.spend(max(round_ for round_, _ in paid) + 1 if paid else 1, plan.event(), replay=False)
+    return mechanism.started(key)
 
 
 @functools.lru_cache(maxsize=4)

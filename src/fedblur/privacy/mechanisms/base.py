@@ -68,6 +68,7 @@ class Release:
     device: torch.device
     round_: int = 0  # seeds what all parties share in a round and anyone may know
     part: range | None = None  # which of the cohort's clients this process sums; None: all of them
+    number: int = 1  # of the release among all of the run: correlated noise goes on from one to the next
 
     @property
     def noise_std(self) -> float:
