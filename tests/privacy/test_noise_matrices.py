@@ -183,6 +183,7 @@ def test_columns_overlap__counts_bands() -> None:
         (lambda: Toeplitz((0.5,)), "0.5"),  # type: ignore[arg-type]
         (lambda: Toeplitz((True,)), "True"),
         (lambda: Toeplitz((LARGEST + 1,)), str(LARGEST + 1)),
+        (lambda: Toeplitz((LARGEST // 2, -LARGEST // 2, 1)), f"{LARGEST + 1} together"),
         (lambda: Blt((UNIT,), (1,)), f"from 1 to {UNIT - 1}"),
         (lambda: Blt((0,), (1,)), "decays has 0"),
         (lambda: Blt((1,), (0,)), "weights has 0"),

@@ -28,7 +28,7 @@ Values = NDArray[np.float64]
 
 UNIT = 2**20  # coefficients are whole numbers in units of 1 / UNIT
 ROUND_UP = 1 + 1e-9  # far above the rounding of a sum of 2²⁰ terms
-LARGEST = 16 * UNIT  # a coefficient beyond it is a mistake; the square root of every usual workload stays below 4
+LARGEST = 2**12 * UNIT  # of coefficients together: their products with noise below 2⁵⁰ steps stay within 64 bits
 
 
 class NoiseMatrix(ABC):
@@ -97,12 +97,19 @@ class _Constant(NoiseMatrix):
 
     def gain(self, weights: Values) -> Values:
         rounds = np.shape(weights)[-1]
-        later = self.series(rounds)[1:]
-        spread = np.array(np.moveaxis(weights, -1, 0), dtype=np.float64)  # [rounds, ...]
-        for t in reversed(range(rounds - 1)):  # Cᵀ spread = weights, from the last round on
-            reached = spread[t + 1 : t + 1 + len(later)]
-            spread[t] -= np.tensordot(later[: len(reached)], reached, axes=1)
-        return np.asarray(np.linalg.norm(spread, axis=0))
+        inverse = np.fft.rfft(inverse_series(self.series(rounds), rounds), 2 * rounds)
+        spread = np.fft.irfft(np.fft.rfft(np.flip(weights, -1), 2 * rounds) * inverse, 2 * rounds)[..., :rounds]
+        return np.asarray(np.linalg.norm(spread, axis=-1))  # C⁻ᵀ w, from the last round to the first
+
+
+def inverse_series(c: Values, terms: int) -> Values:
+    """Return the first terms of the power series 1 / c: the first column of C⁻¹."""
+    inverse = np.zeros(terms)
+    inverse[:1] = 1 / c[0]
+    for k in range(1, terms):
+        reach = min(k, len(c) - 1)
+        inverse[k] = -(c[1 : reach + 1] @ inverse[k - reach : k][::-1]) / c[0]
+    return inverse
 
 
 @dataclass(frozen=True)
@@ -113,6 +120,8 @@ class Toeplitz(_Constant):
 
     def __post_init__(self) -> None:
         _check_whole("coefficients", self.coefficients, -LARGEST, LARGEST)
+        if sum(map(abs, self.coefficients)) > LARGEST:
+            raise PrivacyError(f"the coefficients are {sum(map(abs, self.coefficients))} together, beyond {LARGEST}")
 
     @property
     def bands(self) -> int:
@@ -230,22 +239,20 @@ def _steps(place: int) -> list[int]:
     return [1 << power for power in range((place & -place).bit_length() - 1)]
 
 
-# The worst pattern in trees, by dynamic programming. A table [times, b, b] holds for a tree of 2^j rounds the largest
+# The worst pattern in trees, by dynamic programming. A table [times, g, g] holds for a tree of 2^j rounds the largest
 # Σ over its nodes of (times that the client took part in the node)², where the client takes part `times` + 1 times, at
-# least l rounds lie before its first and at least r after its last time, l and r < b. Nodes that are second children
-# are not released: their parent is. So a table without the root's own square is made of one with and one without.
+# least l rounds lie before its first and at least r after its last time; l and r are below g = min(separation, 2^j).
+# Nodes that are second children are not released: their parent is. So a table without the root's own square is made
+# of one with and one without.
 
 
-@lru_cache(maxsize=4)
-def _tables(separation: int, levels: int) -> list[Values]:
-    """Return the tables of trees of 1, 2, 4, ... 2^levels rounds whose root is released."""
-    inside = np.full((1, separation, separation), -np.inf)
-    inside[0, 0, 0] = 0.0
-    tables = [_with_root(inside)]
-    for level in range(levels):
-        inside = _joined(tables[level], inside, 2**level)
-        tables.append(_with_root(inside))
-    return tables
+@lru_cache(maxsize=16)
+def _inside(separation: int, level: int) -> Values:
+    """Return the table of trees of 2^level rounds whose root is not released."""
+    if level == 0:
+        return np.zeros((1, 1, 1))
+    below = _inside(separation, level - 1)
+    return _joined(_with_root(below), below, 2 ** (level - 1), separation)
 
 
 def _with_root(inside: Values) -> Values:
@@ -253,20 +260,19 @@ def _with_root(inside: Values) -> Values:
     return inside + squares[:, None, None]
 
 
-def _joined(left: Values, right: Values, size: int) -> Values:
+def _joined(left: Values, right: Values, size: int, separation: int) -> Values:
     """Return the table of two trees of `size` rounds, one after the other."""
-    separation = left.shape[1]
-    gaps = np.arange(separation)
+    most, reach = -(-2 * size // separation), left.shape[1]
+    gaps = np.arange(min(separation, 2 * size))
     beyond = np.maximum(gaps - size, 0)  # the gap that is left for the other tree where one tree is empty
-    most = -(-2 * size // separation)
-    joined = np.full((most, separation, separation), -np.inf)
-    joined[: len(left)] = left[:, :, beyond]
-    joined[: len(right)] = np.maximum(joined[: len(right)], right[:, beyond, :])
+    joined = np.full((most, len(gaps), len(gaps)), -np.inf)
+    joined[: len(left), :reach] = left[:, :, beyond]
+    joined[: len(right), :, :reach] = np.maximum(joined[: len(right), :, :reach], right[:, beyond])
     for times in range(len(left)):
         there = right[: most - times - 1]
-        best = joined[times + 1 : times + 1 + len(there)]
-        for gap in range(separation):  # after the last time in the left tree
-            both = left[times, :, gap, None] + there[:, separation - 1 - gap, None, :]
+        best = joined[times + 1 : times + 1 + len(there), :reach, :reach]
+        for gap in range(separation - reach, reach):  # after the last time in the left tree
+            both = left[times, :, gap, None] + there[:, separation - 1 - gap, None]
             np.maximum(best, both, out=best)
     return joined
 
@@ -276,20 +282,17 @@ def _worst_in_trees(restart: int, rounds: int, separation: int, at_most: int) ->
     """Return the largest norm over all patterns; an unfinished tree is the trees of its finished nodes."""
     rest = rounds % restart
     sizes = [restart] * (rounds // restart) + [1 << j for j in reversed(range(rest.bit_length())) if rest >> j & 1]
-    if not sizes:
-        return 0.0
-    tables = _tables(separation, max(sizes).bit_length() - 1)
+    tables = {size: _with_root(_inside(separation, size.bit_length() - 1)) for size in set(sizes)}
     gaps = np.arange(separation)
     best = np.full((at_most + 1, separation), -np.inf)  # [times so far, rounds since the last time, at least]
     best[0] = 0.0
     for size in sizes:
-        table = tables[size.bit_length() - 1]
+        table = tables[size]
+        reach = table.shape[1]
         longer = best[:, np.maximum(gaps - size, 0)]
         for times in range(1, min(len(table), at_most) + 1):
-            both = (
-                best[: at_most + 1 - times, :, None] + table[times - 1, ::-1]
-            )  # gaps before and after: b - 1 together
-            longer[times:] = np.maximum(longer[times:], both.max(axis=1))
+            both = best[: at_most + 1 - times, separation - reach :, None] + table[times - 1, ::-1]  # b - 1 together
+            longer[times:, :reach] = np.maximum(longer[times:, :reach], both.max(axis=1))
         best = longer
     return math.sqrt(best.max()) * ROUND_UP
 
