@@ -213,7 +213,7 @@ def _fitted_buffers(loss: _Loss, buffers: int) -> Blt:
     order = np.argsort(-decays)
     kept = [min(max(round(float(decays[i]) * UNIT), 1), UNIT - 1) for i in order]
     taken = [max(round(float(weights[i]) * UNIT), 1) for i in order]
-    taken[taken.index(max(taken))] -= max(sum(taken) - UNIT, 0)
+    taken[taken.index(max(taken))] -= max(sum(taken) - (UNIT - 1), 0)  # below 1, as a configuration has it
     return Blt(tuple(kept), tuple(taken))
 
 
