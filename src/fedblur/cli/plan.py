@@ -19,6 +19,9 @@ from fedblur.privacy.planning import PAPER_CNN, Outlook, Setting, outlook
 
 if TYPE_CHECKING:
     from fedblur.experiments.recipe import Recipe
+    from fedblur.training.noise_comparison import Comparison
+
+CORRELATED = ("tree", "banded", "blt")  # kinds of noise that hang together over rounds
 
 
 def plan(
@@ -47,8 +50,26 @@ def plan(
         float | None, typer.Option(help="S; it scales the noise, not the signal-to-noise ratio [default: 0.1].")
     ] = None,
     mechanism: Annotated[
-        str, typer.Option(help="gaussian, ddgauss or skellam.", autocompletion=complete("mechanism"))
+        str,
+        typer.Option(
+            help="gaussian, ddgauss or skellam; tree, banded or blt with --min-separation.",
+            autocompletion=complete("mechanism"),
+        ),
     ] = "gaussian",
+    min_separation: Annotated[
+        int | None,
+        typer.Option(help="b: a client takes part again after b rounds at the earliest. Compares correlated noise."),
+    ] = None,
+    at_most: Annotated[
+        int, typer.Option(help="For --min-separation: how often a client takes part; 0: as often as it allows.")
+    ] = 0,
+    server: Annotated[
+        str,
+        typer.Option(
+            help="For --min-separation: the server's optimiser, which says how rounds add up to the model.",
+            autocompletion=complete("server"),
+        ),
+    ] = "sgd",
     bits: Annotated[int | None, typer.Option(help="For a discrete mechanism: sums are modulo 2^bits.")] = None,
     recipe: Annotated[
         str | None,
@@ -63,13 +84,19 @@ def plan(
         ),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Also draw epsilon over rounds and R over sample rates into this file.")
+        Path | None,
+        typer.Option(
+            help="Also draw epsilon over rounds and R over sample rates into this file; with --min-separation the "
+            "noise in the models."
+        ),
     ] = None,
     json_: Json = False,
 ) -> None:
     """Find the noise for an epsilon, or the epsilon for a noise level, and what to expect. No data are needed.
 
-    With --recipe best it also chooses all settings, from public figures, and explains each.
+    With --recipe best it also chooses all settings, from public figures, and explains each. With --min-separation it
+    compares correlated noise with independent noise at the same epsilon: what each leaves in the model, and what it
+    assumes of whom.
 
     Example: `fedblur plan --clients 3400 --sample-rate 0.04 --rounds 1000 --epsilon 2`
     """
@@ -77,6 +104,11 @@ def plan(
         "clients": clients, "sample_rate": sample_rate, "rounds": rounds, "epsilon": epsilon,
         "noise_multiplier": noise_multiplier, "delta": delta, "sampling": sampling, "clip_norm": clip_norm,
     }  # fmt: skip
+    if min_separation is not None or mechanism in CORRELATED:
+        compare_noise(table, mechanism, min_separation, at_most, server, recipe, plot, json_)
+        return
+    if at_most or server != "sgd":
+        raise ConfigError("--at-most and --server are for --min-separation; add it, or leave them out")
     chosen = None
     if recipe is None and dataset is not None:
         raise ConfigError(
@@ -104,6 +136,70 @@ def plan(
     show(answer, console)
 
 
+def compare_noise(
+    table: dict[str, Any], mechanism: str, separation: int | None, at_most: int, server: str, recipe: str | None,
+    plot: Path | None, json_: bool,
+) -> None:  # fmt: skip
+    """Print what kinds of noise leave in the model at one epsilon, about one of them or about all."""
+    if separation is None:
+        raise ConfigError(
+            f"--mechanism {mechanism}: what correlated noise costs depends on how soon a client may take part again; "
+            "give --min-separation, for instance 20"
+        )
+    if mechanism not in (*CORRELATED, "gaussian"):
+        raise ConfigError(
+            f"--mechanism {mechanism} does not go with --min-separation: its noise has no bound there; use tree, "
+            "banded, blt or gaussian"
+        )
+    if recipe is not None or table["sampling"] != "poisson":
+        what = "--recipe" if recipe is not None else f"--sampling {table['sampling']}"
+        raise ConfigError(f"{what} does not go with --min-separation, which says who takes part; leave one of them out")
+    if table["epsilon"] is None or table["noise_multiplier"] is not None:
+        raise ConfigError("--min-separation compares kinds of noise at one epsilon; give --epsilon and no σ")
+    demand_basics(table)
+    from fedblur.training.noise_comparison import SEPARATED, Question, compare  # with torch, which no other plan needs
+
+    asked = {"separation": separation, "at_most": at_most, "server": server}
+    taken = ("clients", "sample_rate", "rounds", "epsilon", "delta", "clip_norm")
+    question = Question(**asked, **{key: table[key] for key in taken if table[key] is not None})
+    answer = compare(question)
+    name = SEPARATED if mechanism == "gaussian" else mechanism
+    if plot is not None:
+        from fedblur.report.plots import plot_noise
+
+        plot_noise(answer, plot)
+    if json_:
+        print_json(answer.as_dict(name))
+    else:
+        show_noise(answer, name, Console())
+
+
+def show_noise(answer: Comparison, name: str, console: Console) -> None:
+    """Print a table of all kinds of noise, what each assumes, and a recommendation."""
+    question = answer.question
+    console.print(
+        f"{question.clients:,} clients, {answer.cohort:,.5g} of them a round and each at least {question.separation} "
+        f"rounds apart, {question.rounds:,} rounds, ε = {question.epsilon:g}, δ = {answer.delta:.3g}",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    table = Table("noise", "σ", "sensitivity", "in the final model", "in all models", "vectors kept")
+    for each in answer.choices:
+        mark = " *" if each.name == name else ""
+        sensitivity = "–" if each.sensitivity is None else f"{each.sensitivity:.4g}"
+        figures = (f"{each.noise_multiplier:.4g}", sensitivity, f"{each.final_noise:.4g}", f"{each.models_noise:.4g}")
+        table.add_row(f"{each.name}{mark}", *figures, str(each.memory))
+    console.print(table)
+    console.print(
+        f"Standard deviation of each coordinate, for S = {question.clip_norm:g} and server {question.server}.",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    for assumption in dict.fromkeys(each.assumes for each in answer.choices):
+        names = "; ".join(each.name for each in answer.choices if each.assumes == assumption)
+        console.print(f"Assumed for {names}: {assumption}.", highlight=False, markup=False, soft_wrap=True)
+    for line in answer.recommendation:
+        console.print(f"• {line}", highlight=False, markup=False, soft_wrap=True)
+
+
 def choose_recipe(table: dict[str, Any], shape: str | None, classes: int | None, parameters: int | None) -> Recipe:
     """Choose the recipe for what was given on the command line."""
     from fedblur.experiments.recipe import choose  # with the data sets and torch, which no other plan needs
@@ -122,6 +218,13 @@ def choose_recipe(table: dict[str, Any], shape: str | None, classes: int | None,
 
 def make_setting(table: dict[str, Any], parameters: int, mechanism: dict[str, Any]) -> Setting:
     """Return the setting to plan; options without a default are required."""
+    demand_basics(table)
+    given = {key: value for key, value in table.items() if value is not None}
+    return Setting(**given, parameters=parameters, mechanism=mechanism)
+
+
+def demand_basics(table: dict[str, Any]) -> None:
+    """Refuse a plan without its options that have no default."""
     missing = next((key for key in ("clients", "sample_rate", "rounds") if table[key] is None), None)
     if missing is not None:
         recipe = "" if missing == "clients" else " (or --recipe best with --dataset, which chooses it)"
@@ -129,8 +232,6 @@ def make_setting(table: dict[str, Any], parameters: int, mechanism: dict[str, An
             f"--{missing.replace('_', '-')} is missing{recipe}; for instance: "
             "fedblur plan --clients 3400 --sample-rate 0.04 --rounds 1000 --epsilon 2"
         )
-    given = {key: value for key, value in table.items() if value is not None}
-    return Setting(**given, parameters=parameters, mechanism=mechanism)
 
 
 def model_size(model: str | None, shape: str | None, classes: int | None, parameters: int | None) -> int:

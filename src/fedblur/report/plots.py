@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fedblur.experiments.audit import Attack, Audit
     from fedblur.privacy.accounting import Accountant
     from fedblur.privacy.planning import Outlook, Setting
+    from fedblur.training.noise_comparison import Comparison
 
 SUFFIXES = (".png", ".svg", ".pdf")
 BLUE, RED = "#1b6ca8", "#c8553d"
@@ -31,6 +32,9 @@ BANDS = (  # of the signal-to-noise ratio R
     (5.0, math.inf, "comfortable"),
 )
 _CLIENTS_SHOWN = 40
+_LINES = (  # colour and style: dashed where secret coins are assumed
+    ("grey", "--"), ("black", "-"), ("#3c8d5a", "-"), (BLUE, "-"), (RED, "-"), (BLUE, "--"),
+)  # fmt: skip
 
 
 def check_suffix(path: Path) -> None:
@@ -88,6 +92,22 @@ def _draw_ratio(axes: Axes, outlook: Outlook) -> None:
     axes.set(xscale="log", xlabel="sample rate p", ylabel="signal-to-noise R", ylim=(0, top))
     axes.set_title(f"R at ε = {target:.3g}, T = {setting.rounds:,}, d = {setting.parameters:,}")
     axes.legend(loc="lower right")
+
+
+def plot_noise(comparison: Comparison, path: Path) -> None:
+    """Draw the noise in the model as rounds go by, a line for each kind of noise."""
+    check_suffix(path)
+    question = comparison.question
+    rounds = np.unique(np.geomspace(1, question.rounds, 60).round().astype(int)).tolist()
+    figure = _figure(7.5, 4.4)
+    axes = figure.subplots()
+    for choice, (colour, style) in zip(comparison.choices, _LINES, strict=False):
+        noise = comparison.over_rounds(choice.name, rounds)
+        axes.plot(rounds, noise, color=colour, linestyle=style, label=choice.name)
+    axes.set(xscale="log", yscale="log", xlabel="rounds", ylabel="noise in the model: std of each coordinate")
+    axes.set_title(f"ε = {question.epsilon:g}, a client's rounds at least {question.separation} apart")
+    axes.legend(fontsize=8)
+    _save(figure, path)
 
 
 def sample_rates(setting: Setting) -> list[float]:
