@@ -51,7 +51,13 @@ def test_plan__json_has_noise_against_independent_noise_and_what_it_assumes(mech
 
 def test_plan__table_words_and_plot(tmp_path: Path) -> None:
     text = call(*SMALL, "--epsilon", "4", "--mechanism", "blt", "--plot", str(tmp_path / "noise.png"))
-    for words in ("blt *", "independent, separated", "Assumed for tree; banded; blt", "take banded", "20 of them a round"):
+    for words in (
+        "blt *",
+        "independent, separated",
+        "Assumed for tree; banded; blt",
+        "take banded",
+        "20 of them a round",
+    ):
         assert words in text
     assert (tmp_path / "noise.png").read_bytes().startswith(b"\x89PNG")
 

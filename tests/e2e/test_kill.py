@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from fedblur.privacy.ledger import Chain, read_spends
+from fedblur.training.verify_ledger import verify
 
 FLAGS = [
     "--seed", "5", "--sample-rate", "0.1", "--method", "blur+lus", "--quiet",
@@ -73,17 +74,8 @@ def released(run: Path) -> int:
     return max(rounds, default=0)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize(("deaths", "rounds"), [(4, 50), pytest.param(20, 200, marks=pytest.mark.long)])
-def test_run__killed_at_random_moments_ends_with_the_same_bytes(
-    deaths: int, rounds: int, tmp_path: Path, forker: Forker
-) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    flags = [*FLAGS, "--rounds", str(rounds)]
-    forker.start("run", "--out", str(whole), *flags)
-    assert forker.status() == 0
-
+def kill_often(forker: Forker, broken: Path, flags: list[str], deaths: int, check: Callable[[], None]) -> None:
+    """Start a run and kill it at random moments, so many times; resume it in between. It has begun by then."""
     dice = random.Random(0)
     kills = 0
     words = ["run", "--out", str(broken), *flags]
@@ -101,11 +93,26 @@ def test_run__killed_at_random_moments_ends_with_the_same_bytes(
         os.kill(pid, signal.SIGKILL)
         kills += forker.status() == signal.SIGKILL
         assert spends(broken) >= released(broken)
+        check()
         if any((broken / "checkpoints").glob("round-*")):
             words = ["resume", str(broken), "--quiet"]
         else:  # killed before the run began: nothing was spent
             assert spends(broken) == 0  # and the same command starts it again
     assert released(broken) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize(("deaths", "rounds"), [(4, 50), pytest.param(20, 200, marks=pytest.mark.long)])
+def test_run__killed_at_random_moments_ends_with_the_same_bytes(
+    deaths: int, rounds: int, tmp_path: Path, forker: Forker
+) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    flags = [*FLAGS, "--rounds", str(rounds)]
+    forker.start("run", "--out", str(whole), *flags)
+    assert forker.status() == 0
+
+    kill_often(forker, broken, flags, deaths, lambda: None)
     forker.start("resume", str(broken), "--quiet")
     assert forker.status() == 0
 
@@ -115,6 +122,59 @@ def test_run__killed_at_random_moments_ends_with_the_same_bytes(
     assert summaries[0]["accuracy"] == summaries[1]["accuracy"]
     assert summaries[0]["privacy"]["epsilon"] == summaries[1]["privacy"]["epsilon"]
     assert spends(broken) == spends(whole) == rounds
+
+
+SEPARATED = [
+    "--sample-rate", "0.1", "--quiet", "--set", "checkpoint_every=3", "--set", "eval_every=100",
+    "--set", 'sampling={ name = "min_separation", rounds = 8 }',
+]  # fmt: skip
+
+
+def demand_separated(run: Path) -> int:
+    """Check the record against the ledger, as they lie there after a kill; return how many cohorts it has."""
+    ledger, record = Chain(run / "ledger.jsonl"), Chain(run / "local_only" / "participation.jsonl")
+    if not record.path.exists():
+        assert spends(run) == 0
+        return 0
+    rows, lines = len(read_spends(ledger.read())), [link.body for link in record.read()[1:]]
+    assert rows <= len(lines) <= rows + 1  # who trains is on disk before, and paid for after
+    last: dict[int, int] = {}
+    for number, line in enumerate(lines, 1):
+        assert line["number"] == number
+        assert len(line["clients"]) == 36
+        for client in line["clients"]:
+            assert number - last.get(client, -8) >= 8  # as the ledger accounts for, release by release
+            last[client] = number
+    return len(lines)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize(
+    ("deaths", "rounds", "seed"),
+    [(2, 40, None), *(pytest.param(20, *rest, marks=pytest.mark.long) for rest in ((200, 5), (400, None)))],
+)
+def test_run__killed_at_random_moments_lets_nobody_take_part_too_early(
+    deaths: int, rounds: int, seed: int | None, tmp_path: Path, forker: Forker
+) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    flags = [*SEPARATED, "--rounds", str(rounds), *([] if seed is None else ["--seed", str(seed)])]
+    kill_often(forker, broken, flags, deaths, lambda: demand_separated(broken) and None)
+    forker.start("resume", str(broken), "--quiet")
+    status = os.waitstatus_to_exitcode(forker.status())
+    assert demand_separated(broken) == rounds == len(read_spends(Chain(broken / "ledger.jsonl").read()))
+    assert verify(broken) == []
+    if seed is None:  # rounds that were paid for and repeated are not there at the end
+        assert status == (0 if released(broken) == rounds else 2)
+        return
+    assert status == 0
+    forker.start("run", "--out", str(whole), *flags)
+    assert forker.status() == 0
+    assert (broken / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    cohorts = [
+        [link.body for link in Chain(run / "local_only" / "participation.jsonl").read()[1:]] for run in (whole, broken)
+    ]
+    assert cohorts[0] == cohorts[1]
 
 
 @pytest.mark.slow
