@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from fedblur.core.rng import make_rng
 from fedblur.privacy import accounting, events, totals
 from fedblur.privacy.accounting import ACCOUNTANTS, ZERO_OUT, adjacency, epsilon, make_plan, rounds_within
 from fedblur.privacy.events import (
+    BltNoise,
     Composed,
     CyclicSampled,
     DistributedDiscreteGaussian,
@@ -30,6 +32,8 @@ from fedblur.privacy.events import (
     PoissonSampled,
     PrivateSelection,
     SelfComposed,
+    ToeplitzNoise,
+    TreeNoise,
     flatten,
     from_json,
     to_json,
@@ -219,6 +223,100 @@ def test_plan__independent_noise_without_any_sampling_assumption() -> None:
     assert plan.in_stream(None) is plan
 
 
+# --- correlated noise ---
+
+UNIT = 2**20
+BANDED = ToeplitzNoise(2.0, (UNIT // 2, UNIT // 3, UNIT // 4))
+NOISES = (BANDED, BltNoise(2.0, (900_000, 300_000), (400_000, 200_000)), TreeNoise(2.0, 4))
+
+
+def longest(noise: Any, rounds: int, allowed: Callable[[tuple[int, ...]], bool]) -> float:
+    """Return the largest ‖Σ C[:, t]‖ over all patterns of rounds that are allowed."""
+    matrix = noise.matrix.matrix(rounds)
+    patterns = (p for size in range(rounds + 1) for p in itertools.combinations(range(rounds), size))
+    return max(float(np.linalg.norm(matrix[:, list(p)].sum(axis=1))) for p in patterns if allowed(p))
+
+
+@pytest.mark.parametrize("noise", NOISES, ids=lambda noise: noise.kind)
+@pytest.mark.parametrize(("separation", "at_most"), [(1, 0), (2, 0), (3, 2), (4, 1), (9, 0)])
+def test_correlated__costs_one_gaussian_of_the_worst_pattern(noise: Any, separation: int, at_most: int) -> None:
+    for rounds in (1, 3, 7, 9):
+        worst = longest(
+            noise,
+            rounds,
+            lambda p: (not at_most or len(p) <= at_most) and all(b - a >= separation for a, b in itertools.pairwise(p)),
+        )
+        ((release, count),) = flatten(MinSeparated(separation, at_most, ONE, noise), rounds).items()
+        assert isinstance(release, Gaussian)
+        assert count == 1
+        assert release.noise_multiplier == pytest.approx(2.0 / worst, rel=1e-8)
+        assert release.noise_multiplier <= 2.0 / worst
+
+
+@pytest.mark.parametrize("noise", NOISES, ids=lambda noise: noise.kind)
+def test_correlated__in_turn_and_cyclic_cost_their_own_patterns(noise: Any) -> None:
+    for rounds in (1, 4, 9):
+        turns = longest(noise, rounds, lambda p: len({t % 4 for t in p}) <= 1)
+        ((release, count),) = flatten(InTurn(4, ONE, noise), rounds).items()
+        assert count == 1
+        assert release.noise_multiplier == pytest.approx(2.0 / turns, rel=1e-8)  # type: ignore[attr-defined]
+    if noise is BANDED:
+        column = longest(noise, 9, lambda p: len(p) == 1)
+        ((sampled, count),) = flatten(CyclicSampled(4, 0.3, ONE, noise), 9).items()
+        assert count == 3
+        assert isinstance(sampled, PoissonSampled)
+        assert sampled.rate == 0.3
+        assert sampled.inner.noise_multiplier == pytest.approx(2.0 / column, rel=1e-8)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("noise", NOISES[:2], ids=lambda noise: noise.kind)
+def test_cyclic__noise_that_reaches_the_next_turn_is_refused(noise: Any) -> None:
+    """Amplification is proven where no column of C reaches into the same group's next turn."""
+    with pytest.raises(PrivacyError, match="no amplification by sampling is proven"):
+        flatten(CyclicSampled(3, 0.3, ONE, noise), 2)
+
+
+@pytest.mark.parametrize("noise", NOISES, ids=lambda noise: noise.kind)
+@pytest.mark.parametrize("of", [lambda n: MinSeparated(3, 0, ONE, n), lambda n: InTurn(3, ONE, n)])
+def test_correlated__never_costs_less_for_more_releases(noise: Any, of: Callable[[Any], Event]) -> None:
+    sigmas = [next(iter(flatten(of(noise), rounds))).noise_multiplier for rounds in range(1, 20)]  # type: ignore[attr-defined]
+    assert sigmas == sorted(sigmas, reverse=True)
+
+
+def test_correlated__epsilon_is_exact() -> None:
+    """Against δ(ε) of two Gaussians by quadrature."""
+    event = MinSeparated(3, 0, ONE, BANDED)
+    ((release, _),) = flatten(event, 9).items()
+    mu, spent = 1 / release.noise_multiplier, epsilon(event, 9, 1e-5)  # type: ignore[attr-defined]
+    x = np.linspace(-12, 12 + mu, 2_000_001)
+    ahead, behind = np.exp(-((x - mu) ** 2) / 2), np.exp(-(x**2) / 2)
+    delta = np.maximum(ahead - math.exp(spent) * behind, 0).sum() * (x[1] - x[0]) / math.sqrt(2 * math.pi)
+    assert delta == pytest.approx(1e-5, rel=1e-4)
+
+
+def test_correlated__alone_is_no_release() -> None:
+    for noise in NOISES:
+        for event in (noise, PoissonSampled(0.1, noise), PoissonSampled(1.0, noise), FixedSizeSampled(10, 2, noise)):
+            with pytest.raises(PrivacyError, match="depends on when each client takes part"):
+                epsilon(event, 1, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"kind": "tree_noise", "noise_multiplier": 1.0, "restart": 3}, "power of two"),
+        ({"kind": "toeplitz_noise", "noise_multiplier": 1.0, "coefficients": [0.5]}, "coefficients"),
+        ({"kind": "toeplitz_noise", "noise_multiplier": -1.0, "coefficients": [5]}, "must be 0 or more"),
+        ({"kind": "blt_noise", "noise_multiplier": 1.0, "decays": [5], "weights": []}, "one of each per buffer"),
+    ],
+)
+def test_correlated__what_no_matrix_is_is_refused(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(PrivacyError, match=message):
+        from_json(table)
+    for noise in NOISES:
+        assert from_json(json.loads(json.dumps(to_json(noise)))) == noise
+
+
 # --- who is chosen ---
 
 
@@ -378,6 +476,11 @@ def test_config__discrete_noise_is_refused_by_name() -> None:
     config = Config(sampling={"name": "min_separation"}, mechanism="ddgauss", accountant="rdp", noise_multiplier=1.0)
     with pytest.raises(PrivacyError, match="DistributedDiscreteGaussian has no bound where clients take turns"):
         plan_for(config, 100, 50)
+
+
+def test_config__votes_have_no_schedule() -> None:
+    with pytest.raises(ConfigError, match="sampling='in_turn' does not apply to ae-dpfl: all clients vote"):
+        Config(method="ae-dpfl", sampling="in_turn")
 
 
 def test_invariant_4__a_schedule_accounts_for_itself() -> None:

@@ -159,9 +159,9 @@ def compare_noise(
     demand_basics(table)
     from fedblur.training.noise_comparison import SEPARATED, Question, compare  # with torch, which no other plan needs
 
-    asked = {"separation": separation, "at_most": at_most, "server": server}
+    asked: dict[str, Any] = {"separation": separation, "at_most": at_most, "server": server}
     taken = ("clients", "sample_rate", "rounds", "epsilon", "delta", "clip_norm")
-    question = Question(**asked, **{key: table[key] for key in taken if table[key] is not None})
+    question = Question(**{key: table[key] for key in taken if table[key] is not None}, **asked)
     answer = compare(question)
     name = SEPARATED if mechanism == "gaussian" else mechanism
     if plot is not None:

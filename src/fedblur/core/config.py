@@ -173,6 +173,10 @@ def _check_voting(config: Config) -> None:
     for key, idle in idle_at.items():
         value = getattr(config, key)
         demand(value == idle, key, value, f"does not apply to {name}: it sends no updates")
+    if getattr(config.sampling, "scheduled", False):
+        raise ConfigError(
+            f"sampling={config.sampling.part_name!r} does not apply to {name}: all clients vote on every query; drop it"
+        )
     if not config.task.classes:
         raise ConfigError(f"method {name!r} votes for classes, which task {config.task.part_name!r} does not have")
     if config.mechanism.part_name != "gaussian":

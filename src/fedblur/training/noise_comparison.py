@@ -226,7 +226,7 @@ def _memory(matrix: NoiseMatrix) -> int:
 
 
 def _described(matrix: NoiseMatrix) -> dict[str, Any]:
-    name = "gaussian" if matrix == _INDEPENDENT else {Tree: "tree", Toeplitz: "banded", Blt: "blt"}[type(matrix)]  # type: ignore[index]
+    name = "gaussian" if matrix == _INDEPENDENT else {Tree: "tree", Toeplitz: "banded", Blt: "blt"}[type(matrix)]
     fields = {} if matrix == _INDEPENDENT else dataclasses.asdict(matrix)  # type: ignore[call-overload]
     return {"name": name} | {key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()}
 

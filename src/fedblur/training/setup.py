@@ -385,9 +385,15 @@ def demand_same_roles(state: dict[str, Any], config: Config, machine: Machine, f
 def plan_for(config: Config, clients: int, parameters: int) -> PrivacyPlan:
     """Return the privacy plan over N clients and d parameters, with σ calibrated if ε is given."""
     sampler = config.sampling.sampler(clients, config.sample_rate)
+    mechanism = mechanism_for(config, sampler, parameters)
+    if config.clipping is not None and isinstance(mechanism.event(1.0), events.Correlated):
+        raise ConfigError(
+            f"clipping={config.clipping.part_name!r} does not go with mechanism={config.mechanism.part_name!r}: the "
+            "noise of several rounds is tied together at one scale, so S must stay the same; drop clipping"
+        )
     return make_plan(
         sampler,
-        mechanism_for(config, sampler, parameters),
+        mechanism,
         rounds=config.rounds,
         delta=config.delta,
         accountant=config.accountant,
