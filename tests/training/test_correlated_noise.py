@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fedblur
-from fedblur.core.errors import PrivacyError, RunError
+from fedblur.core.errors import FedBlurError, PrivacyError, RunError
 from fedblur.privacy import noise_key
 from fedblur.privacy.mechanisms.correlated import CorrelatedNoise
 from fedblur.privacy.noise_key import NoiseKey
@@ -131,3 +131,17 @@ def test_noise__of_a_resumed_run_takes_off_what_earlier_rounds_added(tmp_path, m
     correlation = np.corrcoef(fresh)[np.triu_indices(ROUNDS, 1)]
     assert np.abs(correlation).max() < 0.2
     assert np.abs(np.corrcoef(noise)[5, 4]) > 0.25  # the noise itself is correlated, across the resume
+
+
+def test_config__holds_the_numbers_that_were_fitted_to_the_server(tmp_path) -> None:
+    run = fedblur.train(config("banded", rounds=4, seed=0), out=tmp_path / "run")
+    stored = RunFolder(run.path).resolved()["mechanism"]
+    assert stored["bands"] == 3
+    assert len(stored["coefficients"]) == 2
+    assert all(float(value * 2**20).is_integer() for value in stored["coefficients"])
+
+
+def test_noise__without_a_rule_for_who_takes_part_is_refused(tmp_path) -> None:
+    for mechanism in (*MECHANISMS, "blt"):
+        with pytest.raises(FedBlurError, match="min_separation"):
+            fedblur.train(config(mechanism, sampling="poisson"), out=tmp_path / "run")

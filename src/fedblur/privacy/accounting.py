@@ -293,7 +293,7 @@ class PrivacyPlan:
     accountant: Accountant
     epsilon_target: float  # a run may not pass it; inf: no privacy
     shows_cohort: bool = False  # a release tells how many clients came
-    excess: float = 1.0  # variance of the noise that an expected cohort adds, over what is accounted
+    excess: float = 1.0  # variance of the noise in a sum over rounds, over what σ would add each time
 
     @property
     def expected_cohort(self) -> float:
@@ -302,7 +302,7 @@ class PrivacyPlan:
 
     @property
     def added_noise(self) -> float:
-        """σ of the noise that an expected cohort adds: as accounted, or more."""
+        """σ of independent noise that would add up to as much over the rounds as this noise does."""
         return self.noise_multiplier * math.sqrt(self.excess)
 
     def event(self) -> Event:

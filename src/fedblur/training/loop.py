@@ -45,6 +45,7 @@ from fedblur.training.checkpoint import Checkpoint, oldest_checkpoint, save_chec
 from fedblur.training.checks import check_arguments, note_divergence
 from fedblur.training.client_rows import read_personal
 from fedblur.training.machine import Machine
+from fedblur.training.noise_planning import settled
 from fedblur.training.round import client_job, run_round
 from fedblur.training.run_folder import RunFolder, RunSummary, default_folder
 from fedblur.training.server import FIRST_ROW, ServerState, published
@@ -137,7 +138,7 @@ def train(
     names who sums the cohorts instead of this process (`flower/nodes.py`).
     """
     check_arguments(config, machine, federation, module, trainable, loss, on_evaluate)
-    config, machine = with_loss(config or Config(), loss), machine or Machine()
+    config, machine = settled(with_loss(config or Config(), loss)), machine or Machine()
     with connected(machine, connect) as ranks:
         if ranks.rank:
             return assist(ranks, machine, federation, module, loss)

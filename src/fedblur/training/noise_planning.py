@@ -15,26 +15,28 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from fedblur.core.cache_files import keep, read_kept
+from fedblur.core.config import Config
 from fedblur.core.errors import ConfigError, FedBlurError
 from fedblur.core.files import cache_folder
+from fedblur.privacy.mechanisms.correlated import Correlated, Kind
 from fedblur.privacy.noise_matrices import UNIT, Blt, NoiseMatrix, Toeplitz, Tree, inverse_series
+from fedblur.privacy.participation import Cyclic, MinSeparation, Turns
 from fedblur.training.server import Averaging, Server, published
 
 Values = NDArray[np.float64]
-Kind = Literal["tree", "banded", "blt"]
 
 _FORMAT = 1  # of the files in the cache, and of how matrices are fitted
 _KINDS: dict[str, Callable[..., NoiseMatrix]] = {"tree": Tree, "banded": Toeplitz, "blt": Blt}
 _UNBOUNDED = 1e30  # noise of a matrix whose inverse explodes
+_MOST_ROUNDS = 4096  # that a matrix is fitted to; it serves longer runs as well
 _WORTHWHILE = 1e-3  # another buffer of the model's size has to take off this share of the noise
 _MEMO: dict[str, NoiseMatrix] = {}
 
@@ -134,6 +136,34 @@ def _fitted(
     if kind == "banded":
         return _fitted_bands(loss, bands)
     return _fitted_buffers(loss, buffers)
+
+
+def settled(config: Config) -> Config:
+    """Return the configuration with every number of its correlated noise, fitted to its server where they are open.
+
+    They become a part of the configuration: whoever verifies the run computes its sensitivity from the same numbers.
+    """
+    part, sampling = config.mechanism, config.sampling
+    if not isinstance(part, Correlated) or not part.open:
+        return config
+    at_most: int | None = None
+    if isinstance(sampling, MinSeparation):
+        separation, at_most = sampling.rounds, sampling.at_most or None
+    elif isinstance(sampling, Turns | Cyclic):
+        separation = sampling.groups
+    else:
+        raise ConfigError(
+            f"mechanism={part.name!r} needs a bound on how often a client takes part, and "
+            f'sampling={sampling.part_name!r} gives none; set sampling = {{ name = "min_separation", rounds = 20 }}'
+        )
+    bands: int | None = getattr(part, "bands", 0) or None
+    if isinstance(sampling, Cyclic):  # each turn of a client is a release by itself: what counts is one column
+        at_most, bands = 1, min(bands or separation, separation)
+    weights = server_workload(config.server, config.averaging, min(config.rounds, _MOST_ROUNDS)).weights
+    buffers = getattr(part, "buffers", 4)
+    return replace(
+        config, mechanism=part.like(optimised(part.name, weights, separation, at_most, bands=bands, buffers=buffers))
+    )
 
 
 def square_root(weights: Values, bands: int) -> Toeplitz:

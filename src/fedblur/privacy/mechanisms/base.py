@@ -106,7 +106,10 @@ class Mechanism(Protocol):
 
     @property
     def excess(self) -> float:
-        """Variance of the noise that an expected cohort adds, over what is accounted: at least 1."""
+        """Variance of the noise that expected cohorts add to a sum over rounds, over what σ would add each time.
+
+        Above 1 where shares are sized for fewer clients, below 1 where later noise takes off earlier noise.
+        """
 
     def event(self, noise_multiplier: float) -> Event:
         """Return the event of one release, before sampling."""

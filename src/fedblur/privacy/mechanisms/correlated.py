@@ -14,7 +14,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+
+import numpy as np
 
 from fedblur.core.errors import ConfigError, PrivacyError
 from fedblur.core.registry import register
@@ -24,11 +26,18 @@ from fedblur.privacy.mechanisms import noise_recursion, rounded_gaussian
 from fedblur.privacy.mechanisms.base import Conditions, Noise, Once, Release
 from fedblur.privacy.mechanisms.gaussian import FixedPoint, Gaussian
 from fedblur.privacy.mechanisms.noise_recursion import FIXED, Recursion, Values
+from fedblur.privacy.noise_matrices import UNIT, NoiseMatrix, Toeplitz
+from fedblur.privacy.noise_matrices import Blt as Fading
+from fedblur.privacy.noise_matrices import Tree as Nodes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fedblur.privacy.clipping import Bounded
+
+Kind = Literal["tree", "banded", "blt"]
+
+_MOST_ROUNDS = 4096  # over which it is computed how much noise a sum over rounds carries
 
 
 class NoiseSource(Protocol):
@@ -93,7 +102,10 @@ class CorrelatedNoise:
 
     @property
     def excess(self) -> float:
-        return 1.0
+        rounds = min(self.rounds, _MOST_ROUNDS)
+        event = self.part.event(1.0)
+        assert isinstance(event, events.Correlated)
+        return float(event.matrix.gain(np.ones(rounds))) ** 2 / rounds
 
     def event(self, noise_multiplier: float) -> events.Event:
         return self.part.event(noise_multiplier)
@@ -143,6 +155,8 @@ class CorrelatedNoise:
 class Correlated(ABC):
     """A part whose noise is correlated over rounds."""
 
+    name: ClassVar[Kind]
+
     @property
     def trust(self) -> str:
         """The parties that must be trusted for the guarantee to hold."""
@@ -155,9 +169,18 @@ class Correlated(ABC):
         """Return the mechanism for these conditions."""
         return CorrelatedNoise(self.settled(conditions), conditions.rounds)
 
+    @property
+    @abstractmethod
+    def open(self) -> bool:
+        """Whether it leaves numbers open, to be fitted to the server's steps (`training/noise_planning.py`)."""
+
+    @abstractmethod
+    def like(self, matrix: NoiseMatrix) -> Correlated:
+        """Return the part with the numbers of this matrix, which is of its kind."""
+
     @abstractmethod
     def settled(self, conditions: Conditions) -> Correlated:
-        """Return this part with every number that it left open."""
+        """Return this part with every number that it left open, from a formula that fits no server."""
 
     @abstractmethod
     def event(self, noise_multiplier: float) -> events.Event:
@@ -173,6 +196,8 @@ class Correlated(ABC):
 class Banded(Correlated):
     """Each round takes off parts of the noise of the last rounds: the memory of as many models as it looks back."""
 
+    name: ClassVar[Kind] = "banded"
+
     bands: int = 0  # columns of C have so many entries; 0: the separation of a client's rounds
     coefficients: tuple[
         float, ...
@@ -187,6 +212,14 @@ class Banded(Correlated):
             raise ConfigError(
                 f"mechanism.bands={self.bands}, but there are {len(self.coefficients)} coefficients beside the first"
             )
+
+    @property
+    def open(self) -> bool:
+        return not self.coefficients
+
+    def like(self, matrix: NoiseMatrix) -> Banded:
+        assert isinstance(matrix, Toeplitz)
+        return Banded(matrix.bands, tuple(value / UNIT for value in matrix.coefficients))
 
     def settled(self, conditions: Conditions) -> Banded:
         """Return this part with its coefficients: by default those of the square root of a sum over rounds."""
@@ -216,6 +249,8 @@ class Banded(Correlated):
 class Blt(Correlated):
     """Noise from a few fading sums of all earlier noise (buffered linear Toeplitz): the memory of `buffers` models."""
 
+    name: ClassVar[Kind] = "blt"
+
     buffers: int = 4
     decays: tuple[float, ...] = ()  # θ: what a buffer keeps from round to round; (): optimised for the server's steps
     weights: tuple[float, ...] = ()  # ω: how much of a buffer is taken off, 1 at most in all
@@ -233,6 +268,15 @@ class Blt(Correlated):
                 raise ConfigError(f"mechanism.{name}={list(values)} must be in [2^-{FIXED}, 1)")
         if sum(self.weights) > 1:
             raise ConfigError(f"mechanism.weights={list(self.weights)} must add up to at most 1")
+
+    @property
+    def open(self) -> bool:
+        return not self.decays
+
+    def like(self, matrix: NoiseMatrix) -> Blt:
+        assert isinstance(matrix, Fading)
+        decays, weights = (tuple(value / UNIT for value in values) for values in (matrix.decays, matrix.weights))
+        return Blt(len(decays), decays, weights)
 
     def settled(self, conditions: Conditions) -> Blt:
         """Return this part with its decays and weights: by default near the square root of a sum over rounds.
@@ -263,11 +307,21 @@ class Blt(Correlated):
 class Tree(Correlated):
     """Noise of a binary tree over the rounds (Kairouz et al. 2021): a sum over rounds has that of a few nodes."""
 
+    name: ClassVar[Kind] = "tree"
+
     restart: int = 0  # a fresh tree after so many rounds, a power of two; 0: the best for the server's steps
 
     def __post_init__(self) -> None:
         if self.restart < 0 or self.restart & (self.restart - 1):
             raise ConfigError(f"mechanism.restart={self.restart} must be a power of two, or 0")
+
+    @property
+    def open(self) -> bool:
+        return not self.restart
+
+    def like(self, matrix: NoiseMatrix) -> Tree:
+        assert isinstance(matrix, Nodes)
+        return Tree(matrix.restart)
 
     def settled(self, conditions: Conditions) -> Tree:
         """Return this part with its restarts: by default so often that a client is once in a tree."""
