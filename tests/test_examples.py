@@ -2,7 +2,7 @@
 
 import importlib.util
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,6 @@ from tests.commandline import forgotten_parts, invoke
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
-
-
-def run(*words: str, cwd: Path) -> str:
-    done = subprocess.run([sys.executable, *words], cwd=cwd, capture_output=True, text=True, encoding="utf-8")
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def example(name: str) -> Any:
@@ -32,10 +26,14 @@ def example(name: str) -> Any:
     return module
 
 
-def test_own_model__is_forty_lines_and_private_with_its_statement(tmp_path: Path) -> None:
+def test_own_model__is_forty_lines_and_private_with_its_statement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = EXAMPLES / "own_model.py"
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 40
-    said = run(str(path), cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(path), run_name="__main__")
+    said = capsys.readouterr().out
     accuracy, epsilon = map(float, re.search(r"accuracy ([\d.]+) .* epsilon ([\d.]+)", said).groups())  # type: ignore[union-attr]
     assert accuracy > 0.7
     assert epsilon == 4.0

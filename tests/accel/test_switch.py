@@ -10,6 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import fedblur
+from fedblur.core.errors import ConfigError
+from fedblur.core.switches import SWITCHES, switched_on
+
 TRAIN = """
 import json, sys
 from pathlib import Path
@@ -52,3 +56,16 @@ def test_accel_off__the_model_is_the_same_and_no_module_of_accel_is_loaded(world
     assert fast.keys() == plain.keys()
     for name, tensor in fast.items():
         torch.testing.assert_close(plain[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_switch__says_on_or_off_and_anything_else_is_refused_by_name(
+    switch: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for value, on in (("on", True), ("off", False), ("", True)):
+        monkeypatch.setenv(switch, value)
+        assert switched_on(switch) == on
+    monkeypatch.setenv(switch, "0")
+    with pytest.raises(ConfigError, match=f"{switch}='0' must be on or off"):
+        fedblur.train(fedblur.Config(rounds=1), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

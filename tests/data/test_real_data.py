@@ -1,7 +1,7 @@
 """The facts of the real data sets, through the code that a user's download goes through.
 
-One of them is in `make test`: packing and decoding 300,000 pictures takes most of a minute. The layout of each of the
-others is read from small folders (test_hub.py) and archives (test_emnist_archives.py).
+They are for `make test-long`: packing and decoding 300,000 pictures takes most of a minute. In `make test` the layout
+of each is read from small folders (test_hub.py) and archives (test_emnist_archives.py).
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def test_real__femnist_federation_takes_a_hundred_writers(hub: Callable[[str], P
         load_federation("femnist", clients=3400, data_dir=hub("femnist"))
 
 
+@pytest.mark.long
 def test_real__mnist_is_natural_by_writer(hub: Callable[[str], Path]) -> None:
     federation = load_federation("mnist", data_dir=hub("mnist"))
     assert federation.train.clients + federation.validation_clients == 539

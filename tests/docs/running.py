@@ -79,13 +79,16 @@ class PageRun:
             self.printed += printed
 
     def _command(self, command: str) -> tuple[str, int]:
-        """Inside this process where it is fedblur without a shell's signs: starting one costs seconds."""
-        words = shlex.split(command, comments=True)
-        if words[0] == "fedblur" and not _NEEDS_SHELL.search(command):
+        """Inside this process where it is fedblur without a shell's signs but `> FILE`: starting one costs seconds."""
+        plain, _, file = command.partition(" > ")
+        words = shlex.split(plain, comments=True)
+        if words[0] == "fedblur" and not _NEEDS_SHELL.search(plain + file):
             done = CliRunner().invoke(app, words[1:], prog_name="fedblur")
             if done.exception is not None and not isinstance(done.exception, SystemExit):
                 raise done.exception
-            return done.output, done.exit_code
+            if file:
+                (self.folder / file.strip()).write_text(done.stdout)
+            return done.stderr if file else done.output, done.exit_code
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         settings = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT / "src")}
         shell = ["bash", "-euo", "pipefail", "-c", command]

@@ -178,28 +178,24 @@ def test_run__killed_at_random_moments_lets_nobody_take_part_too_early(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_signal__sigterm_and_sighup_save_what_was_paid_for_as_ctrl_c_does(tmp_path: Path, forker: Forker) -> None:
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        run = tmp_path / number.name
-        pid = forker.start(
-            "run",
-            "--out",
-            str(run),
-            *FLAGS,
-            "--rounds",
-            "5000",
-            "--set",
-            "noise_multiplier=1.0",
-            "--set",
-            "accountant=rdp",
-            "--set",
-            "checkpoint_every=5000",
-        )
-        while length(run / "rounds.jsonl") == 0:
-            time.sleep(0.01)
-        os.kill(pid, number)
-        assert os.waitstatus_to_exitcode(forker.status()) == 130
-        summary = json.loads((run / "summary.json").read_text())
-        assert summary["status"] == f"stopped after {released(run)} of 5000 rounds"
-        assert (run / "checkpoints" / f"round-{summary['rounds']:06d}.safetensors").exists()
-        assert spends(run) == summary["privacy"]["releases"]
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, signal.SIGHUP, pytest.param(signal.SIGINT, marks=pytest.mark.long)],
+    ids=lambda it: it.name,
+)
+def test_signal__sigterm_and_sighup_save_what_was_paid_for_as_ctrl_c_does(
+    number: signal.Signals, tmp_path: Path, forker: Forker
+) -> None:
+    run = tmp_path / "run"
+    settings = ("noise_multiplier=1.0", "accountant=rdp", "checkpoint_every=5000")
+    pid = forker.start(
+        "run", "--out", str(run), *FLAGS, "--rounds", "5000", *(word for each in settings for word in ("--set", each))
+    )
+    while length(run / "rounds.jsonl") == 0:
+        time.sleep(0.01)
+    os.kill(pid, number)
+    assert os.waitstatus_to_exitcode(forker.status()) == 130
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["status"] == f"stopped after {released(run)} of 5000 rounds"
+    assert (run / "checkpoints" / f"round-{summary['rounds']:06d}.safetensors").exists()
+    assert spends(run) == summary["privacy"]["releases"]

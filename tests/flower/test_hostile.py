@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import pickle
 from collections.abc import Iterator
 from dataclasses import replace
@@ -155,7 +156,10 @@ def summed(replies: dict[int, Any]) -> tuple[torch.Tensor, Exchange]:
 HONEST = torch.from_numpy(np.frombuffer(GOOD, dtype="<f4").copy()).double()
 
 
-@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+MANY = 2000 if os.environ.get("FEDBLUR_LONG") == "1" else 500
+
+
+@settings(max_examples=MANY, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(contents())
 def test_fuzz__no_malformed_reply_reaches_the_sum_or_stops_the_server(content: RecordDict) -> None:
     honest = RecordDict({wire.HEAD: ConfigRecord({"round": ROUND, "nonce": NONCE}), wire.ARRAYS: raw(GOOD)})

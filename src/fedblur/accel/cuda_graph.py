@@ -8,7 +8,6 @@ not used and a warning says so. FEDBLUR_CUDA_GRAPHS=off switches recordings off.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fedblur.accel.compile import signature
+from fedblur.core.switches import switched_on
 
 _TOLERANCE = 1e-3  # of a recording's first result, relative to that of plain calls
 _KEPT = 8  # recordings; clients of very different sizes lead to many shapes
@@ -117,4 +117,4 @@ def forget_recordings() -> bool:
 
 def enabled() -> bool:
     """Return whether local training may be recorded."""
-    return os.environ.get("FEDBLUR_CUDA_GRAPHS") != "off"
+    return switched_on("FEDBLUR_CUDA_GRAPHS")

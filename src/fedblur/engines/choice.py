@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from fedblur.core.accel_switch import accelerated
+from fedblur.core.switches import accelerated
 from fedblur.data.population import Population, Samples, as_input, each_input, made_up
 from fedblur.engines.local import EngineName, How, LocalEngine
 from fedblur.learning.client import ClientJob

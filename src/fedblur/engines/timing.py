@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 import platform
 import time
 from dataclasses import dataclass, replace
@@ -21,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedblur.core.accel_switch import accelerated
 from fedblur.core.cache_files import keep, read_kept
 from fedblur.core.errors import FedBlurError, ModelError
 from fedblur.core.files import cache_folder
 from fedblur.core.rng import Seeded
+from fedblur.core.switches import accelerated, switched_on
 from fedblur.data.population import Packed, Samples, made_up
 from fedblur.engines.choice import KINDS, Choice, Kind, choose_engine, rule
 from fedblur.engines.isolation_check import cannot_map
@@ -60,7 +59,7 @@ class Work:
 def timed_choice(work: Work, device: torch.device) -> Choice:
     """Return the faster engine: as measured before, or now; the rule's engine if a timing would not pay."""
     usual = rule(work.module, device)
-    if os.environ.get("FEDBLUR_TIMING") == "off":
+    if not switched_on("FEDBLUR_TIMING"):
         return Choice(usual, "by rule, FEDBLUR_TIMING=off")
     if not accelerated():
         return Choice(usual, "by rule, FEDBLUR_ACCEL=off")

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedblur.core.accel_switch import accelerated
 from fedblur.core.errors import ModelError, nearest
+from fedblur.core.switches import accelerated
 from fedblur.data.population import Inputs, each_input
 
 Params = dict[str, Tensor]

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch._C._functorch import is_batchedtensor, is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
-from fedblur.core.accel_switch import accelerated
 from fedblur.core.hashing import hash32, kept
+from fedblur.core.switches import accelerated
 from fedblur.learning.recurrent import in_steps
 
 _ALPHA = 1.7580993408473766  # of SELU: where alpha dropout puts what it drops

@@ -9,6 +9,7 @@ from typing import Literal, cast, get_args
 import torch
 
 from fedblur.core.errors import ConfigError
+from fedblur.core.switches import SWITCHES, switched_on
 from fedblur.engines.distributed import own_device
 from fedblur.engines.local import EngineName
 from fedblur.training.run_folder import RunFolder
@@ -40,7 +41,9 @@ class Machine:
         return replace(self, engine=cast(EngineName, recorded))
 
     def torch_device(self) -> torch.device:
-        """Return the device; refuse one that is not here."""
+        """Return the device; refuse one that is not here, and switches that are neither on nor off."""
+        for switch in SWITCHES:
+            switched_on(switch)
         name = own_device(self.device)
         if name == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -24,6 +24,7 @@ from pathlib import Path
 from fedblur.core.cache_files import keep, own_folder, read_kept
 from fedblur.core.errors import FedBlurError
 from fedblur.core.files import cache_folder
+from fedblur.core.switches import switched_on
 
 _FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
 _SECONDS = 120  # until a compiler that hangs is stopped
@@ -32,7 +33,7 @@ _LOCK = threading.Lock()
 
 def wanted() -> bool:
     """Return whether kernels in C are switched on."""
-    return os.environ.get("FEDBLUR_NATIVE") != "off"
+    return switched_on("FEDBLUR_NATIVE")
 
 
 def library(name: str, **constants: int) -> ctypes.CDLL | None:

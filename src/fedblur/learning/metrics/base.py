@@ -45,8 +45,12 @@ class Metric:
         raise NotImplementedError
 
     def value(self, counted: Tensor) -> float:
-        """Return the figure of the added sums, or of all rows. NaN: there were no samples."""
-        raise NotImplementedError
+        """Return the figure of the added sums, or of all rows: by default the first over the second, a mean.
+
+        NaN: there were no samples.
+        """
+        total, count = counted.tolist()
+        return total / count if count else math.nan
 
     def score(self, value: float) -> float:
         """Return a figure as a score in [0, 1], larger is better; NaN is 0. For scores that are released with noise.
@@ -74,10 +78,6 @@ class Mean(Metric):
         values = self.each(outputs, targets).double()
         values = torch.where(unreadable(outputs) | values.isnan(), self.worst, values)
         return torch.stack([values.sum(), values.new_tensor(len(values))])
-
-    def value(self, counted: Tensor) -> float:
-        total, count = counted.tolist()
-        return total / count if count else math.nan
 
 
 def has_classes(outputs: Tensor, targets: Tensor) -> bool:

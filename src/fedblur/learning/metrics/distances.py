@@ -38,10 +38,6 @@ class Distance(Metric):
         each = self.each(errors).nan_to_num(nan=math.inf, posinf=math.inf)
         return torch.stack([each.sum(), each.new_tensor(each.numel())])
 
-    def value(self, counted: Tensor) -> float:
-        total, count = counted.tolist()
-        return total / count if count else math.nan
-
 
 @register("metric", "rmse")
 @dataclass(frozen=True)

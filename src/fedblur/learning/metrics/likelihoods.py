@@ -35,10 +35,8 @@ class Perplexity(Metric):
         return torch.stack([surprise.sum(), real.sum().double()])
 
     def value(self, counted: Tensor) -> float:
-        total, count = counted.tolist()
-        if not count:
-            return math.nan
-        return math.exp(total / count) if total / count < 700 else math.inf
+        mean = super().value(counted)
+        return math.inf if mean >= 700 else math.exp(mean)
 
 
 @register("metric", "loss")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -39,10 +38,6 @@ class AtK(Metric):
         ranks = ranks_of(outputs, targets).double()
         gains = torch.where(ranks <= self.k, self.worth(ranks), 0)
         return torch.stack([gains.sum(), gains.new_tensor(len(ranks))])
-
-    def value(self, counted: Tensor) -> float:
-        total, count = counted.tolist()
-        return total / count if count else math.nan
 
 
 @register("metric", "hit_rate")

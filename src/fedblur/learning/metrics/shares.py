@@ -46,10 +46,6 @@ class Accuracy(Metric):
         broken = unreadable(outputs).view(-1, *[1] * (targets.dim() - 1))
         return torch.stack([(right & real & ~broken).sum(), real.sum()]).double()
 
-    def value(self, counted: Tensor) -> float:
-        right, count = counted.tolist()
-        return right / count if count else math.nan
-
 
 @register("metric", "top_k")
 @dataclass(frozen=True)
@@ -74,10 +70,6 @@ class TopK(Metric):
     def count(self, outputs: Tensor, targets: Tensor) -> Tensor:
         ranks = ranks_of(outputs, targets)
         return torch.stack([(ranks <= self.k).sum(), ranks.new_tensor(len(ranks))]).double()
-
-    def value(self, counted: Tensor) -> float:
-        right, count = counted.tolist()
-        return right / count if count else math.nan
 
 
 @register("metric", "f1")

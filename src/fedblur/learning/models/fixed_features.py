@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedblur.core.accel_switch import accelerated
+from fedblur.core.switches import accelerated
 from fedblur.data.population import Federation, Packed, as_input, one_input
 from fedblur.learning.methods import Method
 
