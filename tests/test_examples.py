@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tests.commandline import forgotten_parts, invoke
+from tests.conftest import REAL_DATA
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -70,6 +73,92 @@ def test_ratings__are_divided_within_each_user() -> None:
     assert len(tuned.train.y) + len(tuned.test) == len(final.train.y)
     assert final.test_owners is not None
     assert (final.test_owners.numpy() == data.users[part == ratings.TEST]).all()
+
+
+@pytest.mark.parametrize("model", ["linear", "linear, one more parameter a title", "linear, own bias and taste"])
+def test_ratings__a_user_s_own_parts_stay_and_help(tmp_path: Path, model: str) -> None:
+    ratings = example("ratings")
+    data = ratings.stand_in(users=100)
+    run = ratings.train(data, model, out=tmp_path / "run", rounds=8, sample_rate=0.5, seed=0)
+    titles, features = data.features.shape
+    own = model == "linear, own bias and taste"
+    shared = features + 1 + titles * (model == "linear, one more parameter a title") + features * features * own
+    assert run.record.parameters == shared  # a bias and a taste are not among them
+    left = data.stars - data.mean_rating[data.titles]  # what the public mean rating does not say
+    plain = float(np.sqrt(np.mean(left[ratings.parts(data.users) == ratings.TEST] ** 2)))
+    assert (ratings.rmse(run) < 0.8 * plain) == own
+    assert ratings.rmse(run) < 1.01 * plain
+
+
+def test_ratings__of_many_ratings_count_more() -> None:
+    ratings = example("ratings")
+    data = ratings.stand_in(users=30)
+    train = ratings.federation(data, counted=10).train
+    sizes = np.bincount(data.users[ratings.parts(data.users) != ratings.TEST])
+    assert train.y[:, 1].tolist() == pytest.approx(np.repeat(np.minimum(sizes, 10) / 10, sizes))
+    weighted = ratings.loss(torch.tensor([[5.0], [5.0]]), torch.tensor([[7.0, 0.5], [5.0, 1.0]]))
+    assert weighted.tolist() == [2.0, 0.0]
+
+
+def test_next_game__holds_out_a_game_of_each_user_who_has_two() -> None:
+    games = example("next_game")
+    data = games.stand_in(users=60)
+    own = [set(data.games[data.users == user]) for user in range(60)]
+    for evaluate, least in (("test", 2), ("validation", 3)):
+        train, held = games.histories(data, evaluate)
+        assert [game >= 0 for game in held] == [len(each) >= least for each in own]
+        assert not any(game in games_of for game, games_of in zip(held, train))
+        assert all({*games_of} <= each for games_of, each in zip(train, own))
+    _, tests = games.histories(data, "test")
+    tuned, _ = games.histories(data, "validation")
+    assert not any(game in games_of for game, games_of in zip(tests, tuned))  # a test game is in nothing that tunes
+    federation = games.federation(data)
+    assert not (federation.train.x == federation.train.y[:, None]).any()
+    assert not (federation.test.x == federation.test.y[:, None]).any()
+
+
+@pytest.mark.parametrize("model", ["popularity and names", "popularity and vectors that begin with names"])
+def test_next_game__is_told_by_names(tmp_path: Path, model: str) -> None:
+    games = example("next_game")
+    data = games.stand_in(users=150)
+    run = games.train(data, model, out=tmp_path / "run", rounds=8, sample_rate=0.5, seed=0)
+    train, held = games.histories(data, "test")
+    count = np.bincount(np.concatenate(train), minlength=len(data.names))
+    before = [(np.delete(count, own) > count[game]).sum() for own, game in zip(train, held) if game >= 0]
+    assert run.metrics["hit_rate@10"] > 0.1 + (np.array(before) < 10).mean()  # the most popular games
+    scores = run.module(torch.tensor([[0, 1] + [len(data.names)] * (games.MOST - 3)]))
+    assert (scores[0, :2] == -100).all()  # never again
+    assert (scores[0, 2:] > -100).all()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["ratings", "next_game"])
+def test_recommendations__run_as_their_docstrings_say(tmp_path: Path, name: str) -> None:
+    text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
+    assert f"python examples/{name}.py " in text
+    said = run(str(EXAMPLES / f"{name}.py"), "--epsilon", "4", cwd=tmp_path)
+    assert "ε = 4.000 at δ" in said
+
+
+@pytest.mark.long
+def test_ratings__of_real_users_are_below_what_their_own_means_give(tmp_path: Path) -> None:
+    """All figures: python -m benchmarks.recommendations."""
+    if not (REAL_DATA / "anime_ratings.tsv.gz").exists():
+        pytest.skip("the real ratings are not here (../shared/data beside the repository)")
+    ratings = example("ratings")
+    data = ratings.load(REAL_DATA)
+    assert ratings.rmse(ratings.train(data, "linear", out=tmp_path / "shared", epsilon=2.0, seed=0)) < 1.472
+    own = ratings.train(data, "linear, own bias and taste", out=tmp_path / "own", epsilon=2.0, seed=0)
+    assert ratings.rmse(own) < 1.25
+
+
+@pytest.mark.long
+def test_next_game__of_real_users_is_above_popularity(tmp_path: Path) -> None:
+    if not (REAL_DATA / "steam_purchases.tsv.gz").exists():
+        pytest.skip("the real purchases are not here (../shared/data beside the repository)")
+    games = example("next_game")
+    run = games.train(games.load(REAL_DATA), "popularity and names", out=tmp_path / "run", epsilon=2.0, seed=0)
+    assert run.metrics["hit_rate@10"] > 0.25  # popularity without noise
 
 
 def test_quickstart__has_three_rows_and_make_run_ends_with_the_report_s_path(
