@@ -134,21 +134,24 @@ def test_ledger_show__says_what_was_released_in_one_line(tmp_path: Path) -> None
     assert "released PoissonSampled(rate=0.1, inner=Gaussian(noise_multiplier=" in lines[-1]
 
 
-@pytest.mark.parametrize(("command", "words"), [("table", "rerun the command"), ("run", "run fedblur resume")])
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [("table", "rerun the command to continue"), ("run", "to continue: fedblur resume runs/x")],
+)
 def test_stop__says_how_to_continue(command: str, words: str, grid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = True
 
     def stop(*args, **named):
         error = KeyboardInterrupt()
         if saved:
-            error.add_note(SAVED)  # as a run does that wrote all it had
+            error.add_note(f"{SAVED} in runs/x")  # as a run does that wrote all it had
         raise error
 
     monkeypatch.setattr("fedblur.cli.table.run_cells", stop)
     monkeypatch.setattr("fedblur.cli.run.train", stop)
     given = [str(grid)] if command == "table" else ["--rounds", "2"]
-    assert f"progress saved; {words} to continue" in invoke(command, *given, status=130)
+    assert f"progress saved; {words}" in invoke(command, *given, status=130)
     saved = False
     output = invoke(command, *given, status=130)
     assert "saved" not in output
-    assert words.removeprefix("run ") in output
+    assert ("rerun the command" if command == "table" else "fedblur resume continues it") in output

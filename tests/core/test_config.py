@@ -2,13 +2,23 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
 
 import pytest
 
-from fedblur.core.config import Config, apply_overrides, canonical, config_hash, differences, from_dict, to_dict
+from fedblur.core.config import (
+    Config,
+    LocalTraining,
+    apply_overrides,
+    canonical,
+    config_hash,
+    differences,
+    from_dict,
+    to_dict,
+)
 from fedblur.core.errors import ConfigError
 from fedblur.core.registry import parts, register
 
@@ -37,6 +47,18 @@ def test_config__hash_changes_with_every_setting() -> None:
         {"data_seed": 1},
     ):
         assert config_hash(from_dict(change)) != base
+
+
+@pytest.mark.parametrize(
+    ("schema", "named", "message"),
+    [
+        (Config, {"evaluate_every": 3}, "unknown key 'evaluate_every': did you mean 'eval_every'?"),
+        (LocalTraining, {"step": 1}, "unknown key 'step': did you mean 'steps'?"),
+    ],
+)
+def test_python__a_misspelt_setting_names_the_nearest_one(schema: type, named: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        schema(**named)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import math
 import re
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from fedblur.data.population import Federation, Packed, is_text
 from fedblur.experiments.result_store import Results
 from fedblur.experiments.table import aggregate
 from fedblur.experiments.table_spec import read_spec
+from fedblur.learning.models import CharGru, CharMlp, Model, make_model
 from fedblur.training.machine import Machine
 
 CONFIG = Path(__file__).resolve().parents[2] / "examples/text.toml"
@@ -46,6 +48,26 @@ def test_plays__a_window_holds_the_characters_before_the_next_one() -> None:
     assert int(raw.train.y[cut - 1]) == int(tokens[cut - 1])
     assert raw.test.x[0].tolist() == [0] * 5  # the test part reads nothing from before the cut
     assert int(raw.test.y[0]) == int(tokens[cut])
+
+
+def test_plays__pieces_have_every_character_once_as_a_target_and_see_those_before_it() -> None:
+    raw, (_, text) = Plays(window=7, each=True, test_share=0.2).load(None), speakers()[0]
+    tokens, cut = encode(text), round(0.8 * len(text))
+    rows = -(-cut // 7)
+    mine = raw.train.y[:rows].flatten()
+    assert mine[:cut].tolist() == tokens[:cut].tolist()
+    assert bool((mine[cut:] == -100).all())
+    assert raw.train.x[:rows].flatten()[:cut].tolist() == [0, *tokens[: cut - 1].tolist()]
+    assert int(raw.test.x[0, 0]) == 0  # the test part reads nothing from before the cut
+    assert raw.owners is not None
+    assert int((raw.owners == 0).sum()) == rows
+    total = sum(len(words) for _, words in speakers())
+    assert int((raw.train.y >= 0).sum() + (raw.test.y >= 0).sum()) == total
+
+
+def test_plays__pieces_are_divided_by_speaker_and_not_by_label() -> None:
+    with pytest.raises(ConfigError, match="partition='dirichlet' goes by each sample's one label"):
+        fedblur.load_federation({"name": "plays", "each": True}, partition="dirichlet", clients=20)
 
 
 def test_plays__test_words_are_none_of_the_training_words(plays: Federation) -> None:
@@ -103,11 +125,40 @@ def test_text_page__the_recipes_figures_are_those_of_its_table() -> None:
         assert f"{line.accuracy:.1f} ± {line.spread:.1f} % at ε = {line.axes['epsilon']}" in page
 
 
-def test_char_mlp__starts_with_all_characters_alike(plays: Federation) -> None:
-    from fedblur.learning.models import CharMlp, make_model
-
-    model = make_model(CharMlp(), plays.train.shape, plays.train.classes, seed=0)
+@pytest.mark.parametrize("part", [CharMlp(), CharGru(), CharGru(each=True)], ids=repr)
+def test_char_models__start_with_all_characters_alike(part: Model, plays: Federation) -> None:
+    model = make_model(part, plays.train.shape, plays.train.classes, seed=0)
     assert not model(plays.test.x[:5].float()).any()
+
+
+def test_char_gru__is_torchs_own_and_sees_nothing_that_comes_later() -> None:
+    torch.manual_seed(0)
+    model = cast(Any, make_model(CharGru(hidden=6, embedding=4, each=True), (9,), 36, seed=0))
+    torch.nn.init.normal_(model.head.weight)
+    torchs = torch.nn.GRU(4, 6, batch_first=True)
+    names = {"weight_ih_l0": model.into.weight, "bias_ih_l0": model.into.bias}
+    torchs.load_state_dict(names | {"weight_hh_l0": model.within.weight, "bias_hh_l0": model.within.bias})
+    x = torch.randint(36, (5, 9))
+    states, _ = torchs(model.vectors.weight.T[x])
+    torch.testing.assert_close(model(x.float()), model.head(states), rtol=0, atol=1e-6)
+    later = x.clone()
+    later[:, 6:] = 0
+    assert torch.equal(model(x.float())[:, :6], model(later.float())[:, :6])
+
+
+def test_char_gru__learns_next_tokens_on_both_engines(tmp_path: Path) -> None:
+    config = fedblur.Config(
+        dataset={"name": "plays", "window": 6, "each": True}, task="next-token",
+        model={"name": "char_gru", "hidden": 6, "embedding": 4, "each": True}, clients=40, rounds=2, sample_rate=0.2,
+        clip_norm=2.0, seed=0, local=fedblur.LocalTraining(steps=4, batch_size=8, learning_rate=2.0),
+    )  # fmt: skip
+    runs = [
+        fedblur.train(config, out=tmp_path / engine, machine=Machine(engine=engine, device="cpu"))
+        for engine in ("vectorised", "sequential")
+    ]
+    assert runs[0].loss == pytest.approx(runs[1].loss, rel=1e-5)
+    assert runs[0].loss < math.log(36)
+    assert list(runs[0].metrics) == ["perplexity", "accuracy"]
 
 
 @pytest.mark.parametrize(

@@ -150,8 +150,11 @@ def test_range__clamps_and_scales_by_the_schema_alone() -> None:
 
 
 def test_number__without_a_schema_stays_as_it_is() -> None:
-    found = packed(table(frame(), features=["age"], schema={"liked": SCHEMA["liked"]}))
+    data = table(frame(), features=["age"], schema={"liked": SCHEMA["liked"]})
+    found = packed(data)
     assert 16 <= float(found.x.min()) < float(found.x.max()) <= 90  # type: ignore[union-attr]
+    assert data.note.endswith("; not scaled, having no range in the schema: age")
+    assert "not scaled" not in table(frame()).note
 
 
 def test_category__unseen_is_refused_or_goes_to_other() -> None:

@@ -14,7 +14,7 @@ import torch
 from scipy import stats
 from typer.testing import CliRunner
 
-from fedblur import Config, Machine
+from fedblur import Config, Machine, federation_from_arrays
 from fedblur.cli.app import app
 from fedblur.core.config import LocalTraining
 from fedblur.core.errors import ConfigError, RunError
@@ -35,7 +35,7 @@ from fedblur.privacy.ledger import Ledger, read_randomness
 from fedblur.privacy.private_selection import TrialCount
 from fedblur.report.statement import write_statement
 from fedblur.training.loop import Run, train
-from fedblur.training.setup import load
+from fedblur.training.setup import load, plan_for
 from fedblur.training.verify_ledger import read_books, verify
 from tests.worlds import record_of_a_run
 
@@ -61,6 +61,21 @@ def test_search__costs_training_clients_their_training_and_validation_clients_th
     public = make_search([BASE, OTHER], DATA, LAW, "public")
     assert public.score_noise == 0
     assert public.event.trials == tuple(training)
+
+
+@pytest.mark.parametrize(("personal", "sent"), [((), 6), (("*bias",), 5)])
+def test_search__accounts_for_as_many_coordinates_as_a_trial_sends(personal: tuple[str, ...], sent: int) -> None:
+    """A discrete mechanism's event depends on d: a regression has one output, whatever number of classes there is."""
+    x, owners = torch.randn(400, 5), torch.arange(300) // 5
+    data = federation_from_arrays(x[:300], x[:300].sum(1), owners, x[300:], x[300:].sum(1), validation_share=0.3)
+    config = Config(
+        task="regression", mechanism="skellam", accountant="rdp", epsilon=8.0, rounds=2, sample_rate=0.5,
+        personal=personal,
+    )  # fmt: skip
+    search = make_search([config, replace(config, rounds=3)], data, LAW, "public")
+    plans = [plan_for(each, data.train.clients, sent) for each in search.candidates]
+    assert search.event.trials == tuple(SelfComposed(plan.event(), plan.rounds) for plan in plans)
+    assert plans[0].event() != plan_for(config, data.train.clients, sent - 1).event()
 
 
 @pytest.mark.parametrize("law", [LAW, TrialCount(1.0, 5.0), TrialCount(math.inf, 3.0)], ids=str)

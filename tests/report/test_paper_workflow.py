@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import shutil
 import statistics
 import subprocess
@@ -195,11 +196,18 @@ def test_plot__draws_one_line_a_label_over_epsilon_with_errors_over_seeds(table:
     assert (tmp_path / "g.svg").read_text() == drawn
 
 
+def labels_below(drawn: str) -> list[str]:
+    """Return the labels of the horizontal axis of an SVG."""
+    axis = drawn.partition('id="matplotlib.axis_1"')[2].partition('id="matplotlib.axis_2"')[0]
+    return [label for label in re.findall(r">([^<>]+)</text>", axis) if label != "round"]
+
+
 @pytest.mark.parametrize("over", ["round", "epsilon_spent"])
 def test_plot__by_round_names_another_metric(over: str, rmse: Path, tmp_path: Path) -> None:
     invoke("plot", rmse, "--out", tmp_path / "f.svg", "--over", over, "--columns", 2, "--only", "plain")
     drawn = (tmp_path / "f.svg").read_text()
     assert ">held-out RMSE<" in drawn
+    assert over != "round" or set(labels_below(drawn)) <= {"1", "2", "3", "4", "5"}
     assert "accuracy" not in drawn
     assert ">without noise<" not in drawn
 

@@ -43,6 +43,15 @@ def test_accuracy__is_measured_in_evaluation_mode(engine: Literal["vectorised", 
     assert run.rounds[-1]["local_only"]["class_accuracy"].count(0.0) < 9
 
 
+def test_run__shows_nothing_that_is_local_only_in_a_notebook(tmp_path: Path) -> None:
+    run = fedblur.train(SHORT, out=tmp_path / "run")
+    shown = repr(run)
+    assert shown.startswith(f"Run({str(run.path)!r}, accuracy={run.accuracy:.4g}, epsilon=")
+    assert "NOT PRIVATE: seeded" in shown
+    assert "local_only" not in shown
+    assert len(shown) < 100 + len(str(run.path))
+
+
 def test_module__is_trained_as_a_copy(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 10)).eval()
     before = initial_vector(module)

@@ -110,6 +110,7 @@ def test_dishonest_part__its_run_claims_nothing_anywhere(kind: str, name: str, t
         f"{UNCLAIMED}: {kind} '{name}' from module {PARTS[kind, name].__module__} is not FedBlur's"
     )
     assert "and its audit failed (" in warning
+    assert ("there is none, the sum itself is released" in warning) == (name == "nothing")
     line = read_statement(run.path).one_line()
     assert line == warning
     assert "ε = " not in line

@@ -125,17 +125,18 @@ class LazyGroup(TyperGroup):
             where = f"{error.filename}: " if error.filename else ""
             say(f"error: {where}{error.strerror or error}")
         except KeyboardInterrupt as stop:
-            say(_stopped(str(ctx.invoked_subcommand), SAVED in getattr(stop, "__notes__", ())))
+            saved = next((note for note in getattr(stop, "__notes__", ()) if note.startswith(SAVED)), "")
+            say(_stopped(str(ctx.invoked_subcommand), saved))
             raise typer.Exit(STOPPED) from None
         raise typer.Exit(BAD_INPUT)
 
 
-def _stopped(command: str, saved: bool) -> str:
-    """Return what to say of a command that a signal stopped. `saved`: its run wrote all that it had."""
+def _stopped(command: str, saved: str) -> str:
+    """Return what to say of a command that a signal stopped. `saved`: the note of a run that wrote all that it had."""
     if command in _REPEATABLE:
-        return f"stopped{': progress saved' if saved else ''}; rerun the command to continue"
+        return f"stopped{f': {SAVED}' if saved else ''}; rerun the command to continue"
     if saved:
-        return "stopped: progress saved; run fedblur resume to continue"
+        return f"stopped: {SAVED}; to continue: fedblur resume {saved.removeprefix(f'{SAVED} in ')}"
     return (
         "stopped at once: rounds after the last checkpoint are lost, their releases stay in the ledger; if the run had "
         "begun, fedblur resume continues it"

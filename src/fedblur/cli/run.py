@@ -64,7 +64,7 @@ DatasetOption = Annotated[
 ModelOption = Annotated[
     str | None,
     typer.Option(
-        help="char_mlp (text), cnn, glyphs, gn_cnn, gn_resnet, leaves, logistic, mlp, resnet18.",
+        help="char_gru and char_mlp (text), cnn, glyphs, gn_cnn, gn_resnet, leaves, logistic, mlp, resnet18.",
         autocompletion=complete("model"),
     ),
 ]

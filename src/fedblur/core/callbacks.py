@@ -33,7 +33,7 @@ def figures_of(row: Mapping[str, Any]) -> dict[str, float]:
 
 Watcher = Callable[[Row], None]
 Examine = Callable[[Any], Mapping[str, float]]  # a function of the user's: an evaluated model -> figures by name
-SAVED = "progress saved"  # a note on the exception that stopped a run, once all that was paid for is on disk
+SAVED = "progress saved"  # begins a note on what stopped a run, "... in FOLDER": all that was paid for is on disk
 LOADING: list[Callable[[str, int, int | None], object]] = []  # who shows that a table is read: what, rows, of how many
 RUN_ENDED: list[Callable[[Path], object]] = []  # filled by `fedblur/__init__.py`, the one place that knows all rooms
 

@@ -6,6 +6,7 @@ A value that names a part (`model`, `method`, `server`, ...) is a name, or a tab
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -13,12 +14,30 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from fedblur.core.errors import ConfigError, RunError, nearest
 from fedblur.core.registry import check_types, convert_part, from_table, is_a, part, to_table
 
+T = TypeVar("T")
 
+
+def _explained(schema: type[T]) -> type[T]:
+    """Let a misspelt field in Python be the error that it is in a file, with the nearest name."""
+    make, known = schema.__init__, [f.name for f in fields(schema)]  # type: ignore[arg-type]
+
+    @functools.wraps(make)
+    def init(self: T, *values: Any, **named: Any) -> None:
+        unknown = next((name for name in named if name not in known), None)
+        if unknown is not None:
+            raise ConfigError(f"unknown key {unknown!r}: {nearest(unknown, known)}")
+        make(self, *values, **named)
+
+    schema.__init__ = init  # type: ignore[assignment]
+    return schema
+
+
+@_explained
 @dataclass(frozen=True)
 class LocalTraining:
     """Local training, what one client does with the model it receives: Q steps of SGD or Adam."""
@@ -47,6 +66,7 @@ class LocalTraining:
             raise ConfigError('local.betas and local.adam_epsilon are of Adam; set local.optimizer = "adam"')
 
 
+@_explained
 @dataclass(frozen=True)
 class Config:
     """Everything that decides a run's result. Where it runs and where it is written is not in here."""

@@ -20,7 +20,7 @@ from fedblur.core.errors import ConfigError, DataError
 from fedblur.core.registry import build
 from fedblur.core.rng import Seeded
 from fedblur.data.dataset import Dataset, Divided, Generated, Raw
-from fedblur.data.partition import Natural
+from fedblur.data.partition import Iid, Natural
 from fedblur.data.population import Federation, Inputs, Packed, Samples, tensors_of
 from fedblur.data.roles import divide, members_of
 
@@ -52,6 +52,11 @@ def load_federation(
         no_writers = part.default_partition == "natural" and raw.owners is None
         partition = "dirichlet" if no_writers else part.default_partition
     chosen = build("partition", partition)
+    if raw.train.y.dim() != 1 and not isinstance(chosen, Natural | Iid):
+        raise ConfigError(
+            f"partition={chosen.part_name!r} goes by each sample's one label, but samples of {part.part_name} have "
+            "several targets here; use 'natural' or 'iid'"
+        )
     roles, made_up = (_natural_roles, "") if isinstance(chosen, Natural) else (_made_up_roles, raw.made_up_note)
     plan = roles(part, raw, clients, validation_share, seed)
     owners = chosen.owners(raw.train.y, plan.clients, Seeded.root(seed).child("partition").numpy(), raw.owners)

@@ -1,7 +1,8 @@
 """Shakespeare's plays by speaker: next-character prediction, to show that nothing is tied to images. No download.
 
 A client is a speaker in one play, with at most 1,400 characters of its text. A sample is a window of characters and the
-one that follows. The texts are in the public domain; plays.txt names their source.
+one that follows, or a piece of text with the next character at each position. The texts are in the public domain;
+plays.txt names their source.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Plays(Dataset):
     """Predict the next character; the last part of what each speaker says is held out for test."""
 
     window: int = 8  # characters that a prediction may look at
+    each: bool = False  # a target at each position, for task "next-token"; pieces of `window` do not overlap then
     test_share: float = 0.2  # of each speaker's words, from the end
 
     default_partition: ClassVar[str] = "natural"
@@ -49,12 +51,13 @@ class Plays(Dataset):
 
     def load(self, data_dir: Path | None) -> Raw:
         people, train, test, owners = speakers(), [], [], []
+        cut_up = _pieces if self.each else _windows
         for speaker, (_, text) in enumerate(people):
             tokens = encode(text)
             cut = round(len(tokens) * (1 - self.test_share))
-            train.append(_windows(tokens[:cut], self.window))
-            test.append(_windows(tokens[cut:], self.window))  # reads nothing from before the cut
-            owners.append(torch.full((cut,), speaker))
+            train.append(cut_up(tokens[:cut], self.window))
+            test.append(cut_up(tokens[cut:], self.window))  # reads nothing from before the cut
+            owners.append(torch.full((len(train[-1]),), speaker))
         note = f"speakers of plays, the last {self.test_share:.0%} of each one's words held out for test"
         names = tuple(name for name, _ in people)
         made_up = "synthetic users, not speakers"
@@ -78,6 +81,15 @@ def _windows(tokens: Tensor, window: int) -> Samples:
     """Return every character with the `window` before it; the first ones see the empty beginning."""
     padded = torch.cat([tokens.new_zeros(window), tokens])
     return Samples(padded.unfold(0, window, 1)[:-1], tokens.long())
+
+
+def _pieces(tokens: Tensor, window: int) -> Samples:
+    """Return every character once as a target, after those of its piece before it. Padding has the target -100."""
+    rows = -(-len(tokens) // window)
+    padding = rows * window - len(tokens)
+    before = torch.cat([tokens.new_zeros(1), tokens[:-1], tokens.new_zeros(padding)]).view(rows, window)
+    targets = torch.cat([tokens.long(), torch.full((padding,), -100)]).view(rows, window)
+    return Samples(before, targets)
 
 
 def _joined(parts: list[Samples]) -> Samples:

@@ -342,12 +342,15 @@ class Reading:
 
     @property
     def note(self) -> str:
-        """Say what was held out."""
+        """Say what was held out, and which numbers go in as they are."""
         share = f"{self.settings.test_share:.0%}"
-        if self.settings.split == "users":
-            return f"{share} of the users held out for test, by a hash of their ids"
         which = "the last" if self.settings.time is not None else "a random"
-        return f"{which} {share} of each user's rows held out for test: ε does not cover figures measured on them"
+        held = f"{which} {share} of each user's rows held out for test: ε does not cover figures measured on them"
+        if self.settings.split == "users":
+            held = f"{share} of the users held out for test, by a hash of their ids"
+        plain = [column.name for column in self.columns if column.plain]
+        named = ", ".join(plain[:3]) + (f" and {len(plain) - 3} more" if len(plain) > 3 else "")
+        return f"{held}; not scaled, having no range in the schema: {named}" if plain else held
 
     def _room(self, count: int) -> dict[str, Tensor]:
         kinds = {name: torch.float32 if name == "numbers" else torch.int32 for name in self.inputs}

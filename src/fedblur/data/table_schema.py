@@ -86,6 +86,11 @@ class Column:
         return any(value is not None for value in (self.categories, self.buckets, self.words, self.bytes))
 
     @property
+    def plain(self) -> bool:
+        """Whether its values are numbers that nothing scales."""
+        return not self.text and self.length is None and self.range is None
+
+    @property
     def values(self) -> int:
         """The number of different codes of a category; 0 for anything else."""
         if self.categories is not None:

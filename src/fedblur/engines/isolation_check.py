@@ -58,7 +58,10 @@ def cannot_map(job: ClientJob, like: Samples, classes: int, device: torch.device
         return ""  # whoever makes the engine deals with that
     except Exception as error:  # whatever a foreign model raises
         train_block(alone, shard, work, vectorise=False)
-        return (str(error).splitlines() or [type(error).__name__])[0][:120]
+        reason = str(error)
+        if ".item()" in reason or "data-dependent" in reason:  # torch's own sentence is long, and about functions
+            return "it branches on a tensor's values, or calls .item()"
+        return (reason.splitlines() or [type(error).__name__])[0][:120]
     return ""
 
 

@@ -23,14 +23,15 @@ from typing import Any, Literal
 from fedblur.core.config import Config, canonical, config_hash, to_dict
 from fedblur.core.errors import ConfigError
 from fedblur.data.population import Federation
-from fedblur.experiments.recipe import parameters_of
 from fedblur.learning.metrics import Metric, metrics_of
+from fedblur.learning.models import make_model
+from fedblur.learning.personal import shared_layout
 from fedblur.privacy.accounting import calibrate, epsilon, parse_delta
 from fedblur.privacy.claim import Claim, Selection
 from fedblur.privacy.events import Gaussian, PrivateSelection, SelfComposed
 from fedblur.privacy.private_selection import TrialCount
 from fedblur.privacy.root_finding import find_root
-from fedblur.training.setup import plan_for
+from fedblur.training.setup import plan_for, width_of
 
 Scoring = Literal["private", "public"]
 HALF = 0.5  # a validation client adds its accuracy less a half to the score: at most this, either way
@@ -151,8 +152,7 @@ def _search(chosen: Iterable[Config], data: Federation, count: TrialCount, scori
         share = configs[0].validation_share
         raise ConfigError(f"validation_share={share:g} gives no clients to score trials on here; raise it")
     delta = parse_delta(configs[0].delta, data.train.clients)
-    people, shape, classes = data.train.clients, data.train.shape, data.train.classes
-    plans = [plan_for(config, people, parameters_of(config.model, shape, classes)) for config in configs]
+    plans = [plan_for(config, data.train.clients, _sent(config, data)) for config in configs]
     training = [SelfComposed(plan.event(), plan.rounds) for plan in plans]  # all that the rounds of one trial release
     costs = [epsilon(trial, 1, delta, "rdp") for trial in training]
     if math.isinf(max(costs)):
@@ -160,6 +160,12 @@ def _search(chosen: Iterable[Config], data: Federation, count: TrialCount, scori
     noise = calibrate(Gaussian, 1, min(costs), delta, "rdp") if scoring == "private" else 0.0
     trials = tuple(dict.fromkeys([*training, *([Gaussian(noise)] if noise else [])]))
     return Search(configs, count, PrivateSelection(trials, count.shape, count.mean), delta, noise)
+
+
+def _sent(config: Config, data: Federation) -> int:
+    """Return d, the parameters that a trial's clients send: a discrete mechanism's event depends on it."""
+    module = make_model(config.model, data.train.shape, width_of(config.task, data), seed=0)
+    return shared_layout(module, config.personal).total
 
 
 def winners_claim(search: Search, data: Federation, trial: Claim, ledger: dict[str, Any], score: float) -> Claim:
@@ -177,8 +183,8 @@ def winners_claim(search: Search, data: Federation, trial: Claim, ledger: dict[s
         tuned="private selection",
         tuning=f"chosen privately among {len(search.candidates)} configurations by a random number of trials "
         f"({law}, {search.count.mean:g} expected, Rényi accounting); scores on {held}, {how}. One trial alone: "
-        f"epsilon = {search.trial_epsilon:.3g}; the choice costs {cost:.3g} more. Test accuracy is a measurement "
-        "for the reader that the guarantee does not cover",
+        f"epsilon = {search.trial_epsilon:.3g}; the choice costs {cost:.3g} more. What was measured on "
+        "test data is for the reader; the guarantee does not cover it",
         selection=Selection(
             search=search.key,
             law=law,

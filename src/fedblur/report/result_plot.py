@@ -107,6 +107,8 @@ def _over(axes: Axes, lines: Sequence[Line], axis: str) -> list[str]:
 
 def _by_round(axes: Axes, groups: Sequence[Group], measure: Measure, place: str) -> list[str]:
     """Draw what each setting measured during training; shading spans one standard error over seeds."""
+    from matplotlib.ticker import MaxNLocator
+
     _demand_few(len(groups))
     for style, group in enumerate(groups):
         found: dict[float, list[float]] = {}
@@ -127,6 +129,8 @@ def _by_round(axes: Axes, groups: Sequence[Group], measure: Measure, place: str)
             low, high = ([m + sign * e for m, e in zip(means, errors, strict=True)] for sign in (-1, 1))
             axes.fill_between(xs, low, high, color=COLOURS[style], alpha=0.15, linewidth=0)
     axes.set_xlabel(_PLACES[place])
+    if place == "round":
+        axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", steps=[1, 2, 5, 10], integer=True))
     if not axes.has_data():
         raise ConfigError(f"these runs have no {measure.words} by {_PLACES[place]}; give another --over")
     several = any(len(group.complete) > 1 for group in groups)

@@ -55,7 +55,7 @@ from fedblur.training.summary import summarise
 __all__ = ["Row", "Run", "Watcher", "train"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run:
     """A run that ended."""
 
@@ -63,6 +63,12 @@ class Run:
     record: RunSummary  # its summary: metrics, the privacy claim
     module: nn.Module  # with the trained weights
     rounds: list[Row]  # what each round reported
+
+    def __repr__(self) -> str:
+        """Return one line for notebooks: what was measured and what is claimed, nothing that is local only."""
+        figures = "".join(f", {name}={value:.4g}" for name, value in self.metrics.items())
+        warning = self.record.privacy.warning
+        return f"Run({str(self.path)!r}{figures}, epsilon={self.epsilon:.4g}{f', {warning}' if warning else ''})"
 
     @property
     def accuracy(self) -> float:
@@ -302,7 +308,7 @@ def run_loop(
             _save(folder, setup, state, resolved)
         if state.round > began_at or not folder.summary.exists():
             _finish(folder, setup, state, rows)
-        reason.add_note(SAVED)
+        reason.add_note(f"{SAVED} in {folder.path}")
         raise
     return _finish(folder, setup, state, rows)
 

@@ -178,7 +178,7 @@ class _ElectionRun:
                 self.report(row)
         except (TimeIsUp, KeyboardInterrupt) as reason:
             self._finish(student, rows, figures)
-            reason.add_note(SAVED)
+            reason.add_note(f"{SAVED} in {self.folder.path}")
             raise
         return self._finish(student, rows, figures)
 

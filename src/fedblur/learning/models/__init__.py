@@ -1,6 +1,7 @@
 """Models: plain nn.Modules, one file per family. GroupNorm only, and no buffers (`learning/module_function.py`)."""
 
 from fedblur.learning.models.base import Model, make_model
+from fedblur.learning.models.char_gru import CharGru
 from fedblur.learning.models.char_mlp import CharMlp
 from fedblur.learning.models.cnn import Cnn
 from fedblur.learning.models.glyphs import Glyphs
@@ -12,6 +13,7 @@ from fedblur.learning.models.mlp import Mlp
 from fedblur.learning.models.resnet18 import ResNet18
 
 __all__ = [
+    "CharGru",
     "CharMlp",
     "Cnn",
     "Glyphs",
