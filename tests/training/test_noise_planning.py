@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedblur.core.errors import ConfigError
+from fedblur.core.config import Config
+from fedblur.core.errors import ConfigError, PrivacyError
 from fedblur.privacy.noise_matrices import UNIT, Blt, Toeplitz, Tree
 from fedblur.training import noise_planning
 from fedblur.training.noise_planning import (
@@ -179,6 +180,28 @@ def test_optimised__refuses_no_bands() -> None:
         optimised("banded", SUMS, 5, bands=0)
     with pytest.raises(ConfigError, match="buffers=0"):
         optimised("blt", SUMS, 5, buffers=0)
+
+
+@pytest.mark.parametrize("mechanism", ["tree", "banded", "blt"])
+@pytest.mark.parametrize(("rounds", "separation"), [(1, 6), (3, 6), (20, 1), (20, 6)])
+@pytest.mark.parametrize("sampling", ["min_separation", "cyclic"])
+def test_settled__gives_numbers_whose_event_can_be_accounted(
+    mechanism: str, rounds: int, separation: int, sampling: str
+) -> None:
+    rule = {"rounds": separation} if sampling == "min_separation" else {"groups": separation}
+    part = {"name": sampling, **rule}
+    config = Config(clients=60, sample_rate=0.1, rounds=rounds, epsilon=8.0, sampling=part, mechanism=mechanism)
+    done = noise_planning.settled(config)
+    assert not done.mechanism.open
+    assert noise_planning.settled(done) == done
+    event = done.sampling.sampler(60, 0.1).event(done.mechanism.event(2.0))
+    if sampling == "cyclic" and (mechanism == "blt" or (mechanism, separation) == ("banded", 1)):
+        with pytest.raises(PrivacyError, match="no amplification by sampling is proven"):
+            event.resolved(rounds)
+    else:
+        release, count = event.resolved(rounds)
+        assert count >= 1
+        assert getattr(release, "inner", release).noise_multiplier <= 2.0
 
 
 # --- the cache ---

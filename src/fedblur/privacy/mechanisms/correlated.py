@@ -219,7 +219,8 @@ class Banded(Correlated):
 
     def like(self, matrix: NoiseMatrix) -> Banded:
         assert isinstance(matrix, Toeplitz)
-        return Banded(matrix.bands, tuple(value / UNIT for value in matrix.coefficients))
+        coefficients = tuple(value / UNIT for value in matrix.coefficients) or (0.0,)  # best for a client in all rounds
+        return Banded(1 + len(coefficients), coefficients)
 
     def settled(self, conditions: Conditions) -> Banded:
         """Return this part with its coefficients: by default those of the square root of a sum over rounds."""
