@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ from fedblur.privacy.participation import (
     cohort_of,
     group_of,
 )
+from fedblur.privacy.populations import Entry, composed
 from fedblur.training.setup import plan_for
 
 ONE, TWO = "11" * 16, "22" * 16
@@ -131,6 +133,19 @@ def test_stream__a_copy_that_went_on_elsewhere_counts_apart() -> None:
     assert both is not None
     assert flatten(both) == {Gaussian(2.0): 2}
     assert events.apart(Gaussian(2.0), "one") == Gaussian(2.0)
+
+
+def test_population__ledgers_count_apart() -> None:
+    """A population knows ledgers by the id in their first line; two of them are two runs, whatever their streams."""
+    one = Entry(
+        ledger="aa" * 8, path="", kind="run", user="", started="", last="", delta=1e-5, randomness="operating system",
+        event=to_json(separated(ONE)), allowed=10, spent=5, lines=6, head="", before="",
+    )  # fmt: skip
+    total = composed([one, replace(one, ledger="bb" * 8)])
+    assert total is not None
+    assert flatten(total) == {Gaussian(2.0): 2}
+    with pytest.raises(PrivacyError, match="names no stream"):
+        composed([replace(one, event=to_json(separated("")))])
 
 
 def test_stream__one_name_for_two_kinds_is_refused() -> None:

@@ -15,15 +15,16 @@ import pytest
 
 import fedblur
 from fedblur.core.config import Config
-from fedblur.core.errors import FedBlurError, PrivacyError, RunError
+from fedblur.core.errors import ConfigError, FedBlurError, PrivacyError, RunError
 from fedblur.privacy import events
 from fedblur.privacy.accounting import epsilon
 from fedblur.privacy.ledger import Chain, read_spends
 from fedblur.privacy.ledger_file import read_stream
-from fedblur.privacy.participation import MinSeparation, group_of
+from fedblur.privacy.participation import MinSeparation, MinSeparationSampler, group_of
 from fedblur.training import round as rounds
 from fedblur.training.participation_record import ParticipationRecord
 from fedblur.training.run_folder import RunFolder
+from fedblur.training.setup import plan_for
 from fedblur.training.verify_ledger import compose, read_books, verify
 
 STREAM = "ab" * 16
@@ -289,6 +290,28 @@ def test_resume__a_record_that_was_rolled_back_is_refused(
     assert folder.ledger.read_bytes() == ledger  # nothing was released
 
 
+def test_resume__a_record_that_was_replaced_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one of the same run and as many cohorts, with other clients in it."""
+    killed_run(tmp_path / "run", monkeypatch, "paid", 5)
+    folder = RunFolder(tmp_path / "run")
+    kept = lines(folder.path)
+    folder.participation.unlink()
+    forged = ParticipationRecord(folder.participation, 40, read_stream(folder.ledger), new=True)
+    for number, line in enumerate(kept, 1):
+        forged.note(number, number, (np.array(line["clients"]) + 1) % 40 if number > 4 else np.array([number]))
+    with pytest.raises(RunError, match="is not the record that the checkpoint of round 4 remembers"):
+        fedblur.resume(folder.path)
+    assert "is not the record that" in " ".join(verify(folder.path))
+
+
+def test_plan__adaptive_clipping_with_correlated_noise_is_refused() -> None:
+    config = replace(CONFIG, mechanism="tree", clipping="adaptive", population=None)
+    with pytest.raises(
+        ConfigError, match="clipping='adaptive' does not go with mechanism='tree': the noise of several"
+    ):
+        plan_for(config, 40, 50)
+
+
 def test_verify__a_client_that_came_too_early_is_found(tmp_path: Path) -> None:
     sampler = CONFIG.sampling.sampler(20, 0.1)
     record = begun(tmp_path)
@@ -297,6 +320,16 @@ def test_verify__a_client_that_came_too_early_is_found(tmp_path: Path) -> None:
     assert [*again(record).violations(sampler)] == ["1 clients of release 6 were not allowed to take part in it yet"]
     late = MinSeparation(rounds=5).sampler(20, 0.1)
     assert len([*again(record).violations(late)]) == 2
+
+
+def test_verify__a_run_that_let_clients_in_too_early_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of code that was changed: its record, its ledger and its checkpoints agree with each other."""
+    with monkeypatch.context() as patch:
+        patch.setattr(MinSeparationSampler, "may", lambda self, number, past: past.times < 2)
+        run = fedblur.train(replace(CONFIG, sample_rate=0.2), out=tmp_path / "run")
+    found = verify(run.path)
+    assert found
+    assert all("were not allowed to take part in it yet" in each for each in found)
 
 
 @pytest.mark.parametrize("name", ["in_turn", "cyclic"])
