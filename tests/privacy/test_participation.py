@@ -335,15 +335,14 @@ def test_correlated__what_no_matrix_is_is_refused(table: dict[str, Any], message
 # --- who is chosen ---
 
 
-@pytest.mark.parametrize("at_most", [0, 2])
-def test_min_separation__nobody_comes_too_early_or_too_often(at_most: int) -> None:
-    sampler = MinSeparationSampler(60, ONE, 4, 7, at_most)
-    rounds = 30 if not at_most else 14
+@pytest.mark.parametrize(("separation", "at_most", "rounds"), [(7, 0, 30), (2, 2, 25)])
+def test_min_separation__nobody_comes_too_early_or_too_often(separation: int, at_most: int, rounds: int) -> None:
+    sampler = MinSeparationSampler(60, ONE, 4, separation, at_most)
     sampler.demand_enough(rounds)
     cohorts = run(sampler, rounds)
     assert {len(cohort) for cohort in cohorts} == {4}
     gaps = [b - a for each in participations(cohorts, 60) for a, b in itertools.pairwise(each)]
-    assert min(gaps) == 7  # it happens, and nothing less does
+    assert min(gaps) == separation  # it happens, and nothing less does
     if at_most:
         assert max(map(len, participations(cohorts, 60))) == 2
 

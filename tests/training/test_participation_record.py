@@ -12,20 +12,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import fedblur
+from fedblur.cli.app import app
 from fedblur.core.config import Config
 from fedblur.core.errors import ConfigError, FedBlurError, PrivacyError, RunError
 from fedblur.privacy import events
-from fedblur.privacy.accounting import epsilon
+from fedblur.privacy.accounting import ZERO_OUT, epsilon
 from fedblur.privacy.ledger import Chain, read_spends
 from fedblur.privacy.ledger_file import read_stream
 from fedblur.privacy.participation import MinSeparation, MinSeparationSampler, group_of
+from fedblur.report.statement import words_of_total
 from fedblur.training import round as rounds
 from fedblur.training.participation_record import ParticipationRecord
 from fedblur.training.run_folder import RunFolder
 from fedblur.training.setup import plan_for
-from fedblur.training.verify_ledger import compose, read_books, verify
+from fedblur.training.verify_ledger import compose, neighbours, read_books, verify
 
 STREAM = "ab" * 16
 CONFIG = Config(
@@ -220,6 +223,22 @@ def test_run__two_runs_have_streams_of_their_own_and_add_up(tmp_path: Path) -> N
     assert two.record.privacy.population.epsilon == min(
         epsilon(events.Gaussian(sigma), 4, 1e-3, accountant) for accountant in ("pld", "rdp")
     )
+
+
+def test_total__with_poisson_runs_names_the_weaker_neighbours(tmp_path: Path) -> None:
+    one = fedblur.train(CONFIG, out=tmp_path / "one")
+    two = fedblur.train(replace(CONFIG, sampling="poisson"), out=tmp_path / "two")
+    books = [read_books(run.path) for run in (one, two)]
+    assert neighbours(books[1:]) == "add or remove one client"
+    assert neighbours(books) == ZERO_OUT
+    assert words_of_total(books).endswith(f"for {ZERO_OUT}")
+    assert "zero-out" not in words_of_total(books[:1])
+    shown = CliRunner().invoke(app, ["ledger", "show", str(one.path), str(two.path)])
+    assert f"weakest of their neighbours: {ZERO_OUT}" in " ".join(shown.output.split())
+    facts = json.loads((one.path / "statement.json").read_text())
+    assert facts["total"]["adjacency"] == ZERO_OUT
+    assert any("no client took part sooner or more often" in line for line in facts["assumed"])
+    assert not any("cohorts are secret" in line for line in facts["assumed"])
 
 
 @pytest.mark.parametrize("at", ["asked", "unpaid", "paid"])

@@ -24,7 +24,7 @@ from fedblur.privacy.ledger_file import open_ledger
 from fedblur.privacy.signature import check_seal, check_signature, make_key, seal, sign
 from fedblur.report.text import in_short
 from fedblur.training.run_folder import RunFolder
-from fedblur.training.verify_ledger import Books, compose, ledger_path, read_books, unprotected, verify
+from fedblur.training.verify_ledger import Books, compose, ledger_path, neighbours, read_books, unprotected, verify
 
 _SECRECY = {
     "operating system": "",
@@ -56,7 +56,12 @@ def show(
         print_json(
             {
                 "runs": [_facts(book) for book in books],
-                "total": {"delta": total_delta, "epsilon": total, "infinite_because": why},
+                "total": {
+                    "delta": total_delta,
+                    "epsilon": total,
+                    "adjacency": neighbours(books),
+                    "infinite_because": why,
+                },
             }
         )
         return
@@ -79,6 +84,9 @@ def show(
     if (len(books) > 1 or delta is not None) and (why := unprotected(books)):
         Console().print(f"ε together is ∞, since {why}.", highlight=False, markup=False, soft_wrap=True)
     if len(books) > 1:
+        relation = neighbours(books)
+        if relation is not None and len({neighbours([book]) for book in books if book.spends}) > 1:
+            Console(soft_wrap=True).print(f"The total is about the weakest of their neighbours: {relation}.")
         words = (
             "The total holds if the runs are on the same clients. On different clients, each run has its own epsilon."
         )
@@ -229,7 +237,8 @@ def _words(value: Any) -> str:
         settings = ", ".join(f"{field.name}={_words(getattr(value, field.name))}" for field in fields(value))
         return f"{type(value).__name__}({settings})"
     if isinstance(value, tuple):
-        return f"({', '.join(_words(item) for item in value)})"
+        left = f", … {len(value) - 4} more" if len(value) > 8 else ""  # coefficients of a matrix
+        return f"({', '.join(_words(item) for item in (value[:4] if left else value))}{left})"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

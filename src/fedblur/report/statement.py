@@ -27,7 +27,7 @@ from fedblur.privacy.ledger import read_randomness
 from fedblur.report.page import Page, html, render_markdown
 from fedblur.report.text import counted, rounded_up, words_of_figure, words_of_population
 from fedblur.training.run_folder import NO_AUDIT, RunFolder, RunSummary
-from fedblur.training.verify_ledger import Books, compose, read_books, unprotected, verify
+from fedblur.training.verify_ledger import Books, compose, neighbours, read_books, unprotected, verify
 
 SEEDED = "not private: seeded noise"
 _FAILS = "FAILS FOR THIS RUN: its noise and its cohorts follow from a seed."
@@ -164,6 +164,7 @@ class Statement:
             "total": {
                 "delta": total_delta,
                 "epsilon": total,
+                "adjacency": self.privacy.adjacency if len(runs) == 1 else neighbours(runs),
                 "infinite_because": unprotected([self.books, *self.also]),
             },
             "tuning": self.tuning or None,
@@ -324,13 +325,23 @@ def page_of(statement: Statement) -> Page:
 
 def assumed(seeded: bool, sampling: str) -> list[str]:
     """List what the claim rests on; a seeded run lacks a part. Who came matters where sampling counts."""
+    scheduled = sampling.startswith(("minimum separation", "in turn"))  # where who takes part is no secret
+    what = "Noise is" if scheduled else "Noise and cohorts are"
     lines = [
         "Each person is one client. Someone with k clients has k·ε, and δ times (e^(kε) − 1)/(e^ε − 1).",
         "Who is in the population, and N itself, were decided without looking at private data; N and p are public.",
         "The trusted party named above runs this code unchanged and releases only the models.",
-        "Noise and cohorts are secret, drawn by the operating system's random generator, and that is sound."
+        f"{what} secret, drawn by the operating system's random generator, and that is sound."
         + (f" {_FAILS}" if seeded else ""),
     ]
+    if scheduled or sampling.startswith("cyclic Poisson"):
+        lines.append(
+            "The trusted party's record is true: no client took part sooner or more often than the sampling says."
+        )
+    if sampling.startswith("cyclic Poisson"):
+        lines.append(
+            "Inside its group, a client's taking part is an independent draw that only the trusted party learns."
+        )
     secret = "only the trusted party learns who took part."
     if "amplifies nothing" not in sampling and sampling.startswith("Poisson"):
         lines.append(f"Clients' participations in a round are independent draws; {secret}")
@@ -414,4 +425,7 @@ def words_of_total(books: list[Books], digits: int = 3) -> str:
         return f"ε = ∞, since {why}"
     delta, total = compose(books)
     known = [f"{name.upper()} {rounded_up(value)}" for name, value in total.items() if value is not None]
-    return f"ε = {', '.join(known)} at δ = {delta:.{digits}g}" if known else ""
+    weakest = neighbours(books)
+    mixed = weakest is not None and len({neighbours([book]) for book in books if book.spends}) > 1
+    relation = f", for {weakest}" if mixed else ""
+    return f"ε = {', '.join(known)} at δ = {delta:.{digits}g}{relation}" if known else ""

@@ -24,8 +24,9 @@ from fedblur.core.errors import ConfigError, PrivacyError
 from fedblur.core.registry import build
 from fedblur.privacy.accounting import Accountant, adjacency, calibrate, parse_delta
 from fedblur.privacy.events import BltNoise, CyclicSampled, Event, Gaussian, PoissonSampled, ToeplitzNoise, TreeNoise
+from fedblur.privacy.mechanisms.correlated import Kind
 from fedblur.privacy.noise_matrices import Blt, NoiseMatrix, Toeplitz, Tree
-from fedblur.training.noise_planning import Kind, optimised, server_workload
+from fedblur.training.noise_planning import optimised, server_workload
 
 Values = NDArray[np.float64]
 

@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedblur.core.config import Config, canonical, config_digest, config_hash, from_dict
-from fedblur.core.errors import ConfigError, FedBlurError, RunError
+from fedblur.core.errors import ConfigError, FedBlurError, PrivacyError, RunError
 from fedblur.core.files import read_json_if_there
 from fedblur.core.plugins import loaded
 from fedblur.core.registry import describe
 from fedblur.core.rng import make_rng
 from fedblur.privacy import events
-from fedblur.privacy.accounting import ACCOUNTANTS, Accountant, PrivacyPlan
+from fedblur.privacy.accounting import ACCOUNTANTS, Accountant, PrivacyPlan, adjacency
 from fedblur.privacy.claim import UNIT
 from fedblur.privacy.events import Event, PrivateSelection
 from fedblur.privacy.ledger import Budget, Chain, Subject, randomness_of, read_budget, read_randomness, read_spends
@@ -106,8 +106,22 @@ def compose(books: list[Books], delta: float | None = None) -> tuple[float, dict
         raise ConfigError(f"delta={delta} must be in (0, 1)")
     if unprotected(books):
         return delta, dict.fromkeys(ACCOUNTANTS, math.inf)
-    event = together([events.apart(event, str(which)) for which, book in enumerate(books) for _, event in book.spends])
+    event = _all(books)
     return delta, {name: spent(event, delta, name) for name in ACCOUNTANTS}
+
+
+def _all(books: list[Books]) -> Event | None:
+    """Join all releases of several runs; those of a copy that went on elsewhere count apart from the original's."""
+    return together([events.apart(event, str(which)) for which, book in enumerate(books) for _, event in book.spends])
+
+
+def neighbours(books: list[Books]) -> str | None:
+    """Return between which neighbours a total over these runs holds: the weakest of theirs. None: between none."""
+    event = _all(books)
+    try:
+        return None if event is None else adjacency(event)
+    except PrivacyError:
+        return None
 
 
 def unprotected(books: list[Books]) -> str | None:
