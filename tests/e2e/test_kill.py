@@ -150,14 +150,24 @@ def demand_separated(run: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize(
-    ("deaths", "rounds", "seed"),
-    [(2, 40, None), *(pytest.param(20, *rest, marks=pytest.mark.long) for rest in ((200, 5), (400, None)))],
-)
+    ("deaths", "rounds", "seed", "mechanism"),
+    [
+        (2, 40, None, '{ name = "blt", buffers = 2 }'),
+        *(
+            pytest.param(20, *rest, marks=pytest.mark.long)
+            for rest in (
+                (200, 5, '"gaussian"'), (400, None, '"gaussian"'), (200, 5, '"blt"'), (400, None, '"banded"'),
+                (200, 5, '"tree"'), (400, None, '"tree"'),
+            )
+        ),
+    ],
+)  # fmt: skip
 def test_run__killed_at_random_moments_lets_nobody_take_part_too_early(
-    deaths: int, rounds: int, seed: int | None, tmp_path: Path, forker: Forker
+    deaths: int, rounds: int, seed: int | None, mechanism: str, tmp_path: Path, forker: Forker
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     flags = [*SEPARATED, "--rounds", str(rounds), *([] if seed is None else ["--seed", str(seed)])]
+    flags += ["--set", f"mechanism={mechanism}"]
     kill_often(forker, broken, flags, deaths, lambda: demand_separated(broken) and None)
     forker.start("resume", str(broken), "--quiet")
     status = os.waitstatus_to_exitcode(forker.status())

@@ -31,7 +31,8 @@ def test_list__covers_the_files_that_privacy_rests_on() -> None:
     files = Counter(mutant.file.rpartition("/")[2] for mutant in MUTANTS)
     assert len(MUTANTS) >= 100
     assert {
-        "clipping.py", "rounded_gaussian.py", "gaussian.py", "rng.py", "noise_matrices.py", "noise_recursion.py", "noise_key.py",
+        "clipping.py", "rounded_gaussian.py", "gaussian.py", "rng.py",
+        "noise_matrices.py", "noise_recursion.py", "noise_key.py",
         "round.py", "sampling.py", "accounting.py", "accountants.py", "planning.py", "events.py", "ledger.py",
         "verify_ledger.py", "adaptive_clipping.py", "public_mask.py", "private_selection.py",
         "search_runner.py",
