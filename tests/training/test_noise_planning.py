@@ -152,6 +152,10 @@ def test_optimised__tree_restarts_where_it_puts_least_noise() -> None:
     assert isinstance(tree, Tree)
     assert noise_in_models(tree, SUMS, 7) == min(noise_in_models(Tree(2**j), SUMS, 7) for j in range(7))
     assert 1 < tree.restart < 64
+    for bands in (15, 16, 17):  # no more rounds than these are tied together: amplification is proven for such trees
+        short = optimised("tree", SUMS, 20, 1, bands=bands)
+        assert isinstance(short, Tree)
+        assert short.restart == (8 if bands == 15 else 16)
 
 
 def test_optimised__buffers_are_as_many_as_take_off_noise() -> None:

@@ -96,13 +96,12 @@ def optimised(
     """Return the matrix of a kind that puts least noise into the models. It is kept, in memory and in the cache folder.
 
     `weights` is A. Groups that take turns are a separation of `groups` rounds. With amplification by sampling, what
-    counts is one column's norm: at_most = 1. Default bands: `separation`, so that a client's rounds share no noise.
+    counts is one column's norm: at_most = 1. Noise of more rounds than `bands` is not tied together; by default that
+    is `separation` for banded noise, so that a client's rounds share none, and no limit for a tree.
     """
-    rounds = len(weights)
-    bands = min(separation if bands is None else bands, rounds)
-    if bands < 1 or buffers < 1:
+    if (bands is not None and bands < 1) or buffers < 1:
         raise ConfigError(f"bands={bands} and buffers={buffers} must be 1 or more")
-    facts = (_FORMAT, kind, rounds, separation, at_most, bands, buffers)
+    facts = (_FORMAT, kind, len(weights), separation, at_most, bands, buffers)
     digest = hashlib.sha256(repr(facts).encode() + np.ascontiguousarray(weights).tobytes()).hexdigest()[:32]
     if digest not in _MEMO:
         folder = cache_folder()
@@ -126,15 +125,16 @@ def _load(path: Path, kind: Kind) -> NoiseMatrix | None:
 
 
 def _fitted(
-    kind: Kind, weights: Values, separation: int, at_most: int | None, bands: int, buffers: int
+    kind: Kind, weights: Values, separation: int, at_most: int | None, bands: int | None, buffers: int
 ) -> Tree | Toeplitz | Blt:
     rounds = len(weights)
     if kind == "tree":
-        trees = [Tree(2**power) for power in range((rounds - 1).bit_length() + 1)]
+        longest = (rounds - 1).bit_length() if bands is None else bands.bit_length() - 1
+        trees = [Tree(2**power) for power in range(longest + 1)]
         return min(trees, key=lambda tree: noise_in_models(tree, weights, separation, at_most))
     loss = _Loss(weights, separation, at_most)
     if kind == "banded":
-        return _fitted_bands(loss, bands)
+        return _fitted_bands(loss, min(bands or separation, rounds))
     return _fitted_buffers(loss, buffers)
 
 
