@@ -270,6 +270,39 @@ def test_own_data__are_tracked_by_a_keyed_hash_of_their_clients(
     assert b"person 3" not in everything
 
 
+def test_own_data__without_a_name_belong_to_the_population_that_has_a_budget_for_their_ids(tmp_path: Path) -> None:
+    """Leaving the name out passed any budget."""
+    population, names = budget(3), [f"person {number}" for number in range(20)]
+    fedblur.train(config(2), federation=people("ward-3", names=names), out=tmp_path / "a", machine=CPU)
+    with pytest.raises(PrivacyError, match="population ward-3 has a budget"):
+        fedblur.train(config(2), federation=people(names=names[::-1]), out=tmp_path / "b", machine=CPU)
+    fedblur.train(config(1), federation=people(names=names), out=tmp_path / "c", machine=CPU)
+    assert [entry.spent for entry in population.entries()] == [2, 1]
+    fedblur.train(config(2), federation=people(names=[*names[:-1], "somebody else"]), out=tmp_path / "d", machine=CPU)
+    budget(9, "ward-4")
+    fedblur.train(config(2), federation=people("ward-4", names=names), out=tmp_path / "e", machine=CPU)
+    with pytest.raises(ConfigError, match="are those of populations ward-3 and ward-4; give population="):
+        fedblur.train(config(1), federation=people(names=names), out=tmp_path / "f", machine=CPU)
+
+
+def test_own_data__that_get_a_name_later_bring_what_was_spent_before(tmp_path: Path) -> None:
+    """Naming the data, with a budget, forgot every earlier run."""
+
+    def stop(row: fedblur.Row) -> None:
+        raise KeyboardInterrupt
+
+    fedblur.train(config(2), federation=people(), out=tmp_path / "a", machine=CPU)
+    with pytest.raises(KeyboardInterrupt):
+        fedblur.train(config(2), federation=people(), out=tmp_path / "b", machine=CPU, watch=stop)
+    population = budget(5)
+    fedblur.train(config(1), federation=people("ward-3"), out=tmp_path / "c", machine=CPU)
+    assert sorted((entry.spent, entry.reserved) for entry in population.entries()) == [(1, 1), (1, 2), (2, 2)]
+    with pytest.raises(PrivacyError, match="population ward-3 has a budget"):
+        fedblur.train(config(1), federation=people("ward-3"), out=tmp_path / "d", machine=CPU)
+    fedblur.resume(tmp_path / "b", federation=people(), machine=CPU, tell=lambda note: None)
+    assert sorted((entry.spent, entry.reserved) for entry in population.entries()) == [(1, 1), (2, 2), (2, 2)]
+
+
 def test_every_data_set_that_comes_with_fedblur__is_public() -> None:
     from fedblur.core.registry import parts
 

@@ -25,6 +25,7 @@ from fedblur.privacy.populations import (
     Limit,
     Population,
     advanced,
+    every,
     home,
     ledger_id,
     lock,
@@ -44,6 +45,7 @@ class Account:
         kind: str,
         delta: float,
         randomness: str,
+        people: str = "",
     ) -> None:
         self.population = population
         self.event = event
@@ -51,7 +53,9 @@ class Account:
         self.kind = kind
         self.delta = delta
         self.randomness = randomness
+        self.people = people  # a keyed hash of the client ids; "" where there are none
         self._checked: Limit | None = None  # the budget that the reservation was held against
+        self._took_over = False
 
     @property
     def budgeted(self) -> bool:
@@ -99,10 +103,14 @@ class Account:
             return self.population.total()
 
     def _new(self, chain: Chain, spent: int) -> Entry:
-        return new_entry(chain, spent, self.event, self.allowed, self.kind, self.delta, self.randomness)
+        entry = new_entry(chain, spent, self.event, self.allowed, self.kind, self.delta, self.randomness)
+        return replace(entry, people=self.people)
 
     def _entry(self, chain: Chain, spent: int, needed: int = 0) -> Entry:
         """Return the entry of this ledger, which agrees with the ledger and has its releases reserved."""
+        if self.people and not self._took_over:
+            self.population.take_over(Population(self.people, self.population.folder.parent))
+            self._took_over = True
         known = self.population.find(ledger_id(chain))
         entry = self._new(chain, spent) if known is None else agreed(known, chain, spent, self.population.name)
         if entry.state == "closed":
@@ -110,7 +118,8 @@ class Account:
                 f"{entry.run} was given up (fedblur population close); start a new run (on population "
                 f"{self.population.name} it adds to the total)"
             )
-        wanted = replace(entry, allowed=max(entry.allowed, self.allowed, needed))
+        allowed = max(entry.allowed, self.allowed, needed)
+        wanted = replace(entry, allowed=allowed, people=self.people or entry.people)
         limit = self.population.limit()
         more = known is None or wanted.reserved > known.reserved
         asks = wanted.reserved > spent and (more or limit != self._checked)
@@ -145,7 +154,8 @@ def account_of(
     if population is None:
         return None
     allowed = accounting.rounds_within(event, budget.epsilon, budget.delta, budget.accountant, budget.rounds)
-    return Account(population, event, allowed, kind, budget.delta, randomness)
+    people = fingerprint(data) if data.members else ""
+    return Account(population, event, allowed, kind, budget.delta, randomness, people)
 
 
 def covers(search: Path, event: events.Event, rounds: int) -> bool:
@@ -160,15 +170,26 @@ def covers(search: Path, event: events.Event, rounds: int) -> bool:
 
 
 def population_of(given: str | None, data: Federation) -> Population | None:
-    """Return the population that a run on these data is charged to; None for public data that nobody named."""
+    """Return the population that a run on these data is charged to; None for public data that nobody named.
+
+    Data without a name belong to the population with a budget that knows their client ids. So nobody passes a budget by
+    leaving the name out.
+    """
     if given and data.population and given != data.population:
         raise ConfigError(
             f"population={given!r}, but these data are of population {data.population!r}; give one of them"
         )
     name = given or data.population
-    if name is None:
-        return None if data.public else Population(fingerprint(data))
-    return Population(name)
+    if name is not None:
+        return Population(name)
+    if data.public:
+        return None
+    people = fingerprint(data)
+    known = [each for each in every() if data.members and each.knows(people) and each.limit() is not None]
+    if len(known) > 1:
+        names = " and ".join(each.name for each in known)
+        raise ConfigError(f"the clients of these data are those of populations {names}; give population= to say which")
+    return known[0] if known else Population(people)
 
 
 def fingerprint(data: Federation) -> str:

@@ -116,6 +116,7 @@ class Entry:
     head: str  # its last hash
     before: str  # the hash before that: where a ledger ends that was killed before its row was written
     state: str = "open"  # or complete, or closed: given up for good
+    people: str = ""  # a keyed hash of the client ids
 
     @property
     def reserved(self) -> int:
@@ -300,6 +301,20 @@ class Population:
         self.write(replace(entry, started=str(body.get("at", now())), last=str(chain.links[-1].body.get("at", now()))))
         self._touch()
         return f"{path.parent}: {len(made)} releases are counted from now on"
+
+    def knows(self, people: str) -> bool:
+        """Return whether a run on clients of these ids was charged here."""
+        return any(entry.people == people for entry in self.entries())
+
+    def take_over(self, unnamed: Population) -> None:
+        """Count what was spent on the same client ids before anybody named them. Inside `locked` only."""
+        if unnamed.name != self.name and unnamed.exists:
+            with unnamed.locked():
+                missing = [entry for entry in unnamed.entries() if self.find(entry.ledger) is None]
+            for entry in missing:
+                self.write(entry)
+            if missing:
+                self._touch()
 
     def close(self, entry: Entry) -> Entry:
         """Give a run up for good: what it did not use is free again, and it can never be resumed."""
