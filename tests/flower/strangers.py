@@ -1,7 +1,7 @@
 """Strangers who attack a gateway on loopback: `python -m tests.flower.strangers PORT SECRETS COUNT ADDRESS...`.
 
-A quarter each sends nothing, sends its headers slowly, sends headers without end, and sends a recorded request again
-and again. Each comes back when it is ended, at most sixty times, and nothing goes on for longer than four minutes.
+A sixth each sends nothing, sends its headers slowly, sends headers without end, sends a recorded request again and
+again, sends a body in chunks of one byte, and keeps back the end of a long body. Each comes back when it is ended, at most sixty times, and nothing goes on for longer than four minutes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from fedblur.flower.connections import Connection
 
+KINDS = ("silent", "slow", "huge", "replay", "chunks", "long")
 HEAD = b"POST /v1/fleet/x HTTP/1.1\r\nhost: x\r\n"
 
 
@@ -53,6 +54,14 @@ async def hostile(kind: str, port: int, own: str, context: ssl.SSLContext) -> No
             await stranger.write(recorded)
             while await stranger.read():
                 await stranger.write(recorded)
+        elif kind == "chunks":
+            await stranger.write(HEAD + b"transfer-encoding: chunked\r\n\r\n")
+            for _ in range(2**10):
+                await stranger.write(b"1\r\nx\r\n" * 2700)
+        elif kind == "long":
+            await stranger.write(HEAD + b"content-length: 60000000\r\n\r\n")
+            for _ in range(900):
+                await stranger.write(b"x" * 2**16)
         await stranger.read()
 
 
@@ -65,11 +74,10 @@ async def keep_up(kind: str, port: int, own: str, context: ssl.SSLContext) -> No
 
 async def attack(port: int, secrets: Path, count: int, homes: list[str]) -> None:
     context = ssl.create_default_context(cafile=str(secrets / "ca.crt"))
-    kinds = ["silent", "slow", "huge", "replay"]
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(240):
             await asyncio.gather(
-                *(keep_up(kinds[n % 4], port, homes[n // 4 % len(homes)], context) for n in range(count))
+                *(keep_up(KINDS[n % len(KINDS)], port, homes[n // len(KINDS) % len(homes)], context) for n in range(count))
             )
 
 

@@ -283,7 +283,9 @@ def test_gateway__bodies_of_many_connections_together_are_limited() -> None:
     async def go() -> list[int]:
         async with door(Limits(body=100, bodies=150)) as made, node(made.url) as client:
             end = asyncio.Event()
-            first = asyncio.create_task(client.post("/v1/fleet/x", content=held_up(end)))
+            first = asyncio.create_task(
+                client.post("/v1/fleet/x", content=held_up(end), headers={"content-length": "80"})
+            )
             await made.until(lambda gateway: gateway.held == 79)
             second = await client.post("/v1/fleet/x", content=bytes(80))
             end.set()

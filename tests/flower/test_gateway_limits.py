@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import ssl
 import subprocess
 import sys
@@ -22,8 +23,8 @@ import psutil
 import pytest
 
 from benchmarks.harness.machines import BIN, ROOT, free_ports
-from fedblur.flower.connections import Places, address_of
-from fedblur.flower.gateway import Limits
+from fedblur.flower.connections import Connection, Places, address_of
+from fedblur.flower.gateway import Gateway, Limits, listening, server_context
 from tests.flower.door import Door, door, node, secrets, spoken, trusted
 
 PATIENCE = 10  # seconds: how long a node may wait for its answer
@@ -96,6 +97,124 @@ def test_headers__of_flowers_nodes_are_far_below_the_limit() -> None:
 @pytest.mark.parametrize("words", [b"\0\0\0\0", b"GET / HTTP/9\r\n\r\n", b"POST /v1/fleet/x HTTP/1.1\r\n\r\n"])
 def test_headers__that_are_none_end_the_connection(words: bytes) -> None:
     assert within(lambda made: spoken(made.port, words + b"\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
+
+
+# --- bodies ---
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"transfer-encoding: chunked", b"411"),  # a chunk is work, and may be one byte: one connection blocked all
+        (b"content-length: 16385", b"503"),  # strangers' bodies took a gigabyte, and nodes got none of it
+        (b"content-length: 67108865", b"413"),
+    ],
+)
+def test_bodies__that_are_not_welcome_are_refused_before_they_are_read(head: bytes, status: bytes) -> None:
+    said = within(lambda made: spoken(made.port, HEAD + head + b"\r\n\r\n"), whole=300.0, idle=0.2)
+    assert said.startswith(b"HTTP/1.1 " + status)
+
+
+def test_bodies__are_long_only_of_whom_the_superlink_has_accepted() -> None:
+    """A node's next connection is known by its key and address; another key there is not."""
+
+    def superlink(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200 if request.headers["flwr-public-key"] == "node" else 401)
+
+    async def go() -> list[int]:
+        found = []
+        async with door(Limits(penalty=0.0), superlink) as made:
+            for key, size in (("node", 2**15), ("node", 9), ("node", 2**15), ("other", 9), ("other", 2**15)):
+                async with node(made.url) as client:
+                    answer = await client.post("/v1/fleet/x", content=bytes(size), headers={"flwr-public-key": key})
+                found.append(answer.status_code)
+        return found
+
+    assert asyncio.run(go()) == [503, 200, 200, 401, 503]
+
+
+# --- turns ---
+
+
+class Turns:
+    """Counts how often everything else has had its turn."""
+
+    count = 0
+
+    async def __aenter__(self) -> Turns:
+        self.task = asyncio.create_task(self._go())
+        return self
+
+    async def __aexit__(self, *reason: object) -> None:
+        self.task.cancel()
+
+    async def _go(self) -> None:
+        while True:
+            await asyncio.sleep(0)
+            self.count += 1
+
+
+def bare(sock: socket.socket, read: Callable[[int], bytes]) -> Connection:
+    sock.setblocking(False)
+    made = object.__new__(Connection)
+    made.sock, made._tls = sock, SimpleNamespace(read=read)  # type: ignore[assignment]
+    made._incoming, made._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    return made
+
+
+def test_turns__a_peer_that_never_pauses_leaves_others_theirs() -> None:
+    """Reading does not wait for a quick peer: before, nobody else was served, and no time limit was looked at."""
+
+    def wants_more(size: int) -> bytes:
+        steps.append(size)
+        if len(steps) < 6:
+            raise ssl.SSLWantReadError
+        return b"x"
+
+    async def go() -> list[int]:
+        found = []
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.sendall(bytes(2**17))  # eight pieces
+            for read, times in ((lambda size: b"x", 20), (wants_more, 1)):
+                connection = bare(ours, read)
+                async with Turns() as turns:
+                    for _ in range(times):
+                        await connection.read()
+                    found.append(turns.count)
+            theirs.close()
+            async with Turns() as turns:
+                with contextlib.suppress(OSError):
+                    await connection.drain()
+                found.append(turns.count)
+        return found
+
+    steps: list[int] = []
+    some_data, more_data, drained = asyncio.run(go())
+    assert some_data > 10
+    assert more_data > 3
+    assert drained > 0
+
+
+def test_turns__a_crowd_at_the_door_leaves_others_theirs() -> None:
+    async def go() -> int:
+        (listener,) = listening("127.0.0.1:0")
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(100):
+                _, writer = await asyncio.open_connection(*listener.getsockname()[:2])
+                stack.callback(writer.close)
+            gateway = Gateway(httpx.AsyncClient(), server_context(secrets()), Limits())
+            turns = await stack.enter_async_context(Turns())
+            accepting = asyncio.create_task(gateway.listen(listener))
+            while len(gateway.places.open) < 100:
+                await asyncio.sleep(0)
+            seen = turns.count
+            accepting.cancel()
+            await gateway.close()
+            listener.close()
+        return seen
+
+    assert asyncio.run(go()) >= 3
 
 
 # --- places ---

@@ -57,10 +57,11 @@ class Connection:
         """Say that nothing more is sent, and pass over what comes: a reset could take the answer with it."""
         self.sock.shutdown(socket.SHUT_WR)
         while await asyncio.get_running_loop().sock_recv(self.sock, _PIECE):
-            pass
+            await asyncio.sleep(0)
 
     async def _step(self, step: Callable[[], _T]) -> _T:
         while True:
+            await asyncio.sleep(0)  # where the peer is quick, nothing below waits: one piece, then the others' turn
             try:
                 result = step()
             except ssl.SSLWantReadError:

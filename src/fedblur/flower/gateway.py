@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import itertools
 import re
 import signal
 import socket
@@ -28,7 +30,8 @@ _PATH = re.compile(rb"/v1/fleet/[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*")
 _HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"host", b"content-length"}
 _NOT_ON = _HOP | {b"expect"}
 _NOT_BACK = _HOP | {b"content-encoding"}
-_STRIDE = 2**16  # bytes of a body that count as progress: one that trickles in waits
+_KEY = b"flwr-public-key"  # a node's, which each of its requests names
+_AT_ONCE = 32  # connections that are accepted before the others get on
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Limits:
     """Limits of what one connection, one address and all strangers together may take up."""
 
     body: int = 64 * 2**20  # bytes of a request
+    strange: int = 2**14  # bytes of a request of whom the SuperLink has not accepted yet: nodes begin with small ones
     bodies: int | None = None  # of all requests together; 16 of the largest unless given
     connections: int = 1000
     per_address: int = 256  # nodes behind one router share an address, and have one or two connections each
@@ -66,11 +70,14 @@ class Gateway:
         self.places = Places(limits.connections, limits.per_address, limits.turns)
         self.together = 16 * limits.body if limits.bodies is None else limits.bodies
         self.held = 0  # bytes of bodies, of all that are being read or passed on
+        self.accepted: set[tuple[str, bytes]] = set()  # addresses, and keys there, whose requests the SuperLink accepts
 
     async def listen(self, listener: socket.socket) -> None:
         """Accept connections until this is cancelled."""
         loop = asyncio.get_running_loop()
-        while True:
+        for number in itertools.count():
+            if number % _AT_ONCE == 0:
+                await asyncio.sleep(0)  # accepting does not wait where a connection is there already
             try:
                 sock, peer = await loop.sock_accept(listener)
             except OSError:  # the peer is gone already, or this process has no file left
@@ -80,6 +87,7 @@ class Gateway:
             if self.places.admit(connection):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 connection.task = asyncio.create_task(self._keep(connection))
+                connection.task.add_done_callback(functools.partial(self._end, connection))
             else:
                 connection.close()
 
@@ -95,15 +103,15 @@ class Gateway:
                 task.cancel()
 
     async def _keep(self, connection: Connection) -> None:
-        try:
+        with contextlib.suppress(OSError, TimeoutError):  # TLS that is none, a peer that is gone or too slow
             async with asyncio.timeout(self.limits.handshake):
                 await connection.handshake()
             await self._talk(connection)
-        except (OSError, TimeoutError):  # TLS that is none, a peer that is gone or too slow
-            pass
-        finally:
-            self.places.release(connection)
-            connection.close()
+
+    def _end(self, connection: Connection, task: asyncio.Task[None]) -> None:
+        """Close it, also if it lost its place to a newcomer before it had its first turn."""
+        self.places.release(connection)
+        connection.close()
 
     async def _talk(self, connection: Connection) -> None:
         """Answer one request after the other."""
@@ -152,15 +160,22 @@ class Gateway:
             raise _Refused(405)
         if not _PATH.fullmatch(path):
             raise _Refused(404)
+        headers = dict(request.headers)
+        caller = connection.address, headers.get(_KEY, b"")
+        connection.known = connection.known or caller in self.accepted
+        self._demand_length(headers, connection)
         body = bytearray()
         try:
             async with asyncio.timeout(self.limits.whole):
                 await self._body(body, http, connection)
-            headers = [(name, value) for name, value in request.headers if name not in _NOT_ON]
+            passed = [(name, value) for name, value in request.headers if name not in _NOT_ON]
             self.places.waits(connection)
             async with self.places.turn(connection):
                 self.places.works(connection)
-                return await self.inner.post(path.decode("ascii"), content=bytes(body), headers=headers)
+                answer = await self.inner.post(path.decode("ascii"), content=bytes(body), headers=passed)
+            if answer.is_success:
+                self.accepted.add(caller)
+            return answer
         except TimeoutError:
             raise _Refused(408) from None
         except httpx.TransportError:  # the SuperLink is away: nodes try again on this status
@@ -168,10 +183,19 @@ class Gateway:
         finally:
             self.held -= len(body)
 
+    def _demand_length(self, headers: dict[bytes, bytes], connection: Connection) -> None:
+        """Refuse a body that is too long before it is read. One in chunks has no length, and costs work for each."""
+        if b"transfer-encoding" in headers:
+            raise _Refused(411)
+        length = int(headers.get(b"content-length", b"0"))
+        if length > self.limits.body:
+            raise _Refused(413)
+        if length > self.limits.strange and not connection.known:  # nodes try again on this status
+            raise _Refused(503)
+
     async def _body(self, body: bytearray, http: h11.Connection, connection: Connection) -> None:
         if connection.known:
             self.places.works(connection)
-        progress = 0
         while True:
             async with asyncio.timeout(self.limits.pause):
                 event = await _event(http, connection)
@@ -179,14 +203,8 @@ class Gateway:
                 return
             body += event.data
             self.held += len(event.data)
-            if len(body) > self.limits.body:
-                raise _Refused(413)
             if self.held > self.together:  # nodes try again on this status
                 raise _Refused(503)
-            if len(body) // _STRIDE > progress:
-                progress = len(body) // _STRIDE
-                if not connection.known:
-                    self.places.waits(connection)  # at the end of the line
 
     async def _refuse(self, http: h11.Connection, connection: Connection, status: int) -> None:
         self.places.waits(connection)
