@@ -59,6 +59,7 @@ def test_audit__of_a_run_folder_uses_its_configuration_and_enters_its_statement(
     invoke("run", "--rounds", 2, "--clients", 30, "--quiet", "--out", run, "--sample-rate", 0.5, "--seed", 0)
     invoke("audit", run, *FEW)
     (result,) = (run / "audit").glob("*.json")
+    assert result.stat().st_mode & 0o077 == 0  # its checks read cohorts and norms
     assert json.loads(result.read_text())["rounds"] == 2
     invoke("statement", run)
     assert "empirical audit" in (run / "statement.md").read_text()

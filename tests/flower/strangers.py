@@ -77,7 +77,10 @@ async def attack(port: int, secrets: Path, count: int, homes: list[str]) -> None
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(240):
             await asyncio.gather(
-                *(keep_up(KINDS[n % len(KINDS)], port, homes[n // len(KINDS) % len(homes)], context) for n in range(count))
+                *(
+                    keep_up(KINDS[n % len(KINDS)], port, homes[n // len(KINDS) % len(homes)], context)
+                    for n in range(count)
+                )
             )
 
 

@@ -141,9 +141,11 @@ def test_rounds__a_byte_that_is_not_utf_8_does_not_block_resume(copy: Path) -> N
     assert fedblur.resume(copy).record.complete
 
 
-def test_rounds__are_for_this_user_alone(finished: Path) -> None:
-    assert (finished / "rounds.jsonl").stat().st_mode & 0o077 == 0
-    assert (finished / "summary.json").stat().st_mode & 0o044 != 0
+def test_files__with_local_figures_are_for_this_user_alone(finished: Path) -> None:
+    assert "clipped_share" in json.loads((finished / "summary.json").read_text())["local_only"]
+    for name in ("rounds.jsonl", "summary.json"):
+        assert (finished / name).stat().st_mode & 0o077 == 0
+    assert (finished / "statement.json").stat().st_mode & 0o044 != 0
 
 
 def test_temporary_files__of_a_killed_writer_go_when_the_folder_is_taken_again(copy: Path) -> None:

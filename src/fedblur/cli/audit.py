@@ -131,7 +131,7 @@ def _one(
 
     plot_audit(found, path.with_suffix(".png"))
     result: dict[str, Any] = with_digest(json.loads(canonical({"name": name, **found.facts()})))
-    write_atomically(path, (json.dumps(result, indent=2) + "\n").encode())
+    write_atomically(path, (json.dumps(result, indent=2) + "\n").encode(), private=True)  # checks read cohorts, norms
     return result
 
 

@@ -369,7 +369,8 @@ class RunFolder:
         table = json.loads(canonical(to_json(summary)))
         if summary.figures is not None:  # the headline is the first one
             table["figures"] = {name: table["figures"][name] for name in summary.figures}
-        write_atomically(self.summary, (json.dumps(table, indent=2) + "\n").encode())
+        # private: it holds local_only figures, each client's own accuracy among them
+        write_atomically(self.summary, (json.dumps(table, indent=2) + "\n").encode(), private=True)
         if summary.privacy.selection is not None or self._names_its_subject():  # not one of version 0.2
             sync_file(self.rounds)  # or a power failure takes rows that the closing line stands for
             close_ledger(self.ledger, self.released())
