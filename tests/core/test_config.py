@@ -2,10 +2,12 @@
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +19,7 @@ from fedblur.core.config import (
     config_hash,
     differences,
     from_dict,
+    read_toml,
     to_dict,
 )
 from fedblur.core.errors import ConfigError
@@ -150,3 +153,11 @@ def test_config__parsing_a_methods_name_imports_neither_engines_nor_the_training
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_toml__a_file_that_is_far_too_large_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.touch()
+    os.truncate(path, 2**26 + 1)  # without content: it takes no room on the disk
+    with pytest.raises(ConfigError, match="is larger than 64 MiB"):
+        read_toml(path)

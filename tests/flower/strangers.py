@@ -1,7 +1,8 @@
 """Strangers who attack a gateway on loopback: `python -m tests.flower.strangers PORT SECRETS COUNT ADDRESS...`.
 
 A sixth each sends nothing, sends its headers slowly, sends headers without end, sends a recorded request again and
-again, sends a body in chunks of one byte, and keeps back the end of a long body. Each comes back when it is ended, at most sixty times, and nothing goes on for longer than four minutes.
+again, sends a body in chunks of one byte, and keeps back the end of a long body. Each comes back when it is ended, at
+most sixty times, and nothing goes on for longer than four minutes.
 """
 
 from __future__ import annotations
@@ -74,14 +75,10 @@ async def keep_up(kind: str, port: int, own: str, context: ssl.SSLContext) -> No
 
 async def attack(port: int, secrets: Path, count: int, homes: list[str]) -> None:
     context = ssl.create_default_context(cafile=str(secrets / "ca.crt"))
+    crowd = [(KINDS[n % len(KINDS)], port, homes[n // len(KINDS) % len(homes)]) for n in range(count)]
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(240):
-            await asyncio.gather(
-                *(
-                    keep_up(KINDS[n % len(KINDS)], port, homes[n // len(KINDS) % len(homes)], context)
-                    for n in range(count)
-                )
-            )
+            await asyncio.gather(*(keep_up(*each, context) for each in crowd))
 
 
 if __name__ == "__main__":

@@ -259,6 +259,15 @@ def test_ledger__one_that_becomes_shorter_during_a_run_stops_it(tmp_path: Path) 
         ledger.spend(4, EVENT, replay=False)
 
 
+def test_ledger__one_that_is_far_too_large_is_not_read(tmp_path: Path) -> None:
+    """Reading 20 GB took all memory and ended in a traceback."""
+    ledger = three(tmp_path / "l.jsonl")
+    os.truncate(ledger.path, 2**30 + 1)  # without content: it takes no room on the disk
+    for read in (ledger.spends, lambda: open_ledger(ledger.path)):
+        with pytest.raises(ChainError, match="which fedblur never writes"):
+            read()
+
+
 def test_ledger__of_another_configuration_is_refused(tmp_path: Path) -> None:
     three(tmp_path / "l.jsonl")
     with pytest.raises(PrivacyError, match="another configuration"):

@@ -6,6 +6,8 @@ import functools
 import http.client
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -55,6 +57,23 @@ def test_watch__counts_the_cells_of_a_table_that_has_not_begun(server: LiveServe
     page = ask(server)[2]
     assert f"0 of {len(spec.cells)} cells done, round 0 of {sum(cell.config.rounds for cell in spec.cells):,}" in page
     assert f"<h1>{spec.title}</h1>" in page
+
+
+def test_watch__a_stranger_neither_fills_the_terminal_nor_keeps_a_thread(
+    server: LiveServer, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An address that is none was a traceback on the user's terminal, and each silent connection a thread for good."""
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=300) as odd:
+        odd.sendall(f"GET http://[::1/ HTTP/1.0\r\nHost: 127.0.0.1:{server.server_port}\r\n\r\n".encode())
+        assert b"403 Forbidden" in odd.recv(2**10)
+    monkeypatch.setattr(server.RequestHandlerClass, "timeout", 0.1)
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=300) as silent:
+        assert silent.recv(1) == b""  # it was ended
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=300) as gone:
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it ends with a reset
+        gone.sendall(b"GET / HTTP/1.1\r\n")
+    assert ask(server)[0] == 200
+    assert capfd.readouterr() == ("", "")
 
 
 def test_watch__binds_to_loopback_only(server: LiveServer) -> None:

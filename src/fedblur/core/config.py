@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from fedblur.core.decompression import read_at_most
 from fedblur.core.errors import ConfigError, RunError, nearest
 from fedblur.core.registry import check_types, convert_part, from_table, is_a, part, to_table
 
@@ -140,6 +141,7 @@ class Config:
 MOST_ROUNDS = 10**7  # that can be composed in a reasonable time
 MOST_CLIENTS = 10**8  # that are simulated: each round draws a number for each
 SMALLEST_RATE = 1e-9
+_MOST_TOML = 2**26  # bytes: a schema's categories can be many
 _SMALLEST_CLIP = 1e-30  # near float32's smallest numbers a clipped update may be longer than S
 
 
@@ -369,11 +371,14 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file as a dictionary, with a one-line error if it cannot be read."""
     try:
-        data = path.read_bytes()  # not `files.read_bytes`: a pipe is welcome, as in `fedblur run <(…)`
+        with path.open("rb") as file:  # not `files.read_bytes`: a pipe is welcome, as in `fedblur run <(…)`
+            data = read_at_most(file, _MOST_TOML)
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; give the path of a TOML file") from None
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise ConfigError(f"{path} is larger than {_MOST_TOML // 2**20} MiB; give the path of a TOML file") from None
     try:
         return tomllib.loads(data.decode())
     except RecursionError:

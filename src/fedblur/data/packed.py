@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedblur.core.decompression import unxz
 from fedblur.core.errors import DataError
-from fedblur.core.files import write_atomically
+from fedblur.core.files import read_bytes, write_atomically
 from fedblur.data.source import Split, Stored, data_folder, fingerprint
 
 _PART_BYTES = 2**25  # of samples before compression
@@ -93,7 +93,7 @@ def _compressed(part: Split) -> bytes:
 
 def _part(path: Path) -> Split:
     try:
-        tensors = load(unxz(path.read_bytes(), _MOST))
+        tensors = load(unxz(read_bytes(path, _MOST), _MOST))
         x: Tensor = tensors["x"].permute(0, 3, 1, 2).contiguous()
         return Split(x, tensors["y"], tensors.get("writers"), tensors.get("people"))
     except (lzma.LZMAError, EOFError, SafetensorError, KeyError, ValueError, RuntimeError, MemoryError) as error:

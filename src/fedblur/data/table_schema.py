@@ -25,6 +25,7 @@ from typing import Any
 
 from fedblur.core.config import read_toml
 from fedblur.core.errors import ConfigError, nearest
+from fedblur.core.files import read_bytes
 from fedblur.core.registry import check_types, from_table
 
 TOKENS = 257  # of text as bytes: 0 pads
@@ -166,7 +167,7 @@ def _read_file(path: Path) -> Mapping[str, Any]:
     if path.suffix != ".json":
         return read_toml(path)
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
+        table = json.loads(read_bytes(path, way_out="give a schema"))
     except OSError as error:
         raise ConfigError(f"schema {path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -49,6 +49,7 @@ except ImportError:  # no such locks on Windows: two writers at once break the c
     fcntl = None  # type: ignore[assignment]
 
 START = "0" * 64
+MOST_BYTES = 2**30  # of a chain: four million rounds
 
 
 class ChainError(RunError):
@@ -129,8 +130,14 @@ class Chain:
             os.close(file)
 
     def _catch_up(self, file: int) -> None:
-        if os.fstat(file).st_size < self._size:
+        size = os.fstat(file).st_size
+        if size < self._size:
             raise ChainError(f"{self.path} became shorter while it was in use; restore it from a copy")
+        if size > MOST_BYTES:
+            most = MOST_BYTES // 2**20
+            raise ChainError(
+                f"{self.path} is larger than {most} MiB, which fedblur never writes; restore it from a copy"
+            )
         os.lseek(file, self._size, os.SEEK_SET)
         with open(file, "rb", closefd=False) as stream:
             *lines, self.torn = stream.read().split(b"\n")

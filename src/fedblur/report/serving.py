@@ -12,12 +12,13 @@ import errno
 import hashlib
 import hmac
 import secrets
+import sys
 import threading
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from fedblur.core.errors import FedBlurError, RunError
 from fedblur.report.dashboard import make_report, policy, render, render_waiting
@@ -74,6 +75,11 @@ class LiveServer(ThreadingHTTPServer):
         self.live = live
         self.token = secrets.token_urlsafe(32)
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Pass over a browser that is gone; print what is a bug."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}/?token={self.token}"
@@ -95,12 +101,13 @@ def serve(live: Live, port: int = PORT) -> LiveServer:
 
 class _Handler(BaseHTTPRequestHandler):
     server: LiveServer
+    timeout = 10  # seconds of silence: each connection is a thread
     server_version, sys_version = "fedblur", ""
 
     def do_GET(self) -> None:
         if not self._may_ask():
             return
-        if urlsplit(self.path).path != "/":
+        if self.path.partition("?")[0] != "/":
             self._answer(HTTPStatus.NOT_FOUND, b"there is one page here: /\n")
         else:
             tag, page = self.server.live.page()
@@ -111,7 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _may_ask(self) -> bool:
         """Return whether it asks for this host and has the token; else it is answered already."""
-        given = parse_qs(urlsplit(self.path).query).get("token", [""])[-1]
+        given = parse_qs(self.path.partition("?")[2]).get("token", [""])[-1]
         if self.headers.get("Host", "") not in self.server.hosts:
             self._answer(HTTPStatus.MISDIRECTED_REQUEST, b"this server answers to 127.0.0.1 and localhost only\n")
         elif not hmac.compare_digest(given.encode(), self.server.token.encode()):
