@@ -49,7 +49,6 @@ except ImportError:  # no such locks on Windows: two writers at once break the c
     fcntl = None  # type: ignore[assignment]
 
 START = "0" * 64
-MOST_BYTES = 2**30  # of a chain: four million rounds
 
 
 class ChainError(RunError):
@@ -120,8 +119,9 @@ class Chain:
         except OSError as error:
             raise RunError(f"the {self.what} {self.path} cannot be opened: {error.strerror}") from None
         try:
-            if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise RunError(f"the {self.what} {self.path} is not a regular file; restore it from a copy")
+            found = os.fstat(file)
+            if not stat.S_ISREG(found.st_mode) or found.st_size > 2**30:  # four million rounds
+                raise RunError(f"the {self.what} {self.path} is not a regular file of at most 1 GiB; restore it")
             yield file
         except OSError as error:
             reason = error.strerror or error
@@ -130,14 +130,8 @@ class Chain:
             os.close(file)
 
     def _catch_up(self, file: int) -> None:
-        size = os.fstat(file).st_size
-        if size < self._size:
+        if os.fstat(file).st_size < self._size:
             raise ChainError(f"{self.path} became shorter while it was in use; restore it from a copy")
-        if size > MOST_BYTES:
-            most = MOST_BYTES // 2**20
-            raise ChainError(
-                f"{self.path} is larger than {most} MiB, which fedblur never writes; restore it from a copy"
-            )
         os.lseek(file, self._size, os.SEEK_SET)
         with open(file, "rb", closefd=False) as stream:
             *lines, self.torn = stream.read().split(b"\n")
