@@ -199,9 +199,7 @@ class Banded(Correlated):
     name: ClassVar[Kind] = "banded"
 
     bands: int = 0  # columns of C have so many entries; 0: the separation of a client's rounds
-    coefficients: tuple[
-        float, ...
-    ] = ()  # c_1, c_2 … of C, falling from at most 1; (): optimised for the server's steps
+    coefficients: tuple[float, ...] = ()  # c_1, c_2 … of C, falling from 1; (): fitted to the server's steps
 
     def __post_init__(self) -> None:
         if self.bands < 0 or self.bands == 1:
@@ -252,7 +250,7 @@ class Blt(Correlated):
 
     name: ClassVar[Kind] = "blt"
 
-    buffers: int = 4
+    buffers: int = 4  # at most: another one is taken where it takes off noise
     decays: tuple[float, ...] = ()  # θ: what a buffer keeps from round to round; (): optimised for the server's steps
     weights: tuple[float, ...] = ()  # ω: how much of a buffer is taken off, 1 at most in all
 
