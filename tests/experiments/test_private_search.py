@@ -24,11 +24,12 @@ from fedblur.experiments import private_search
 from fedblur.experiments import search_runner as trials
 from fedblur.experiments.private_search import candidates, make_search
 from fedblur.experiments.search_runner import NOTHING, run_search, tune_on_proxy
-from fedblur.learning.evaluation import accuracy_by_client, evaluate
+from fedblur.learning.evaluation import evaluate, figure_by_client
 from fedblur.learning.methods import Method
-from fedblur.learning.metrics import Metric
+from fedblur.learning.metrics import Accuracy, Metric
 from fedblur.learning.models import make_model
 from fedblur.learning.module_function import Layout, Params, as_function, initial_vector
+from fedblur.learning.tasks import Classification
 from fedblur.privacy import accounting
 from fedblur.privacy.events import Gaussian, PrivateSelection, SelfComposed
 from fedblur.privacy.ledger import Ledger, read_randomness
@@ -108,20 +109,20 @@ def test_search__refuses_what_it_cannot_account_for() -> None:
         candidates([BASE, replace(BASE, method=["ae-dpfl"])])
 
 
-def test_accuracy_by_client__averages_to_the_pooled_accuracy_when_weighted_by_size() -> None:
+def test_figure_by_client__averages_to_the_pooled_accuracy_when_weighted_by_size() -> None:
     module = make_model(BASE.model, DATA.train.shape, DATA.train.classes, seed=1)
     theta, forward = Layout.of(module).unflatten(initial_vector(module)), as_function(module)
     assert DATA.validation is not None
     sizes = DATA.validation_sizes
     assert sizes is not None
     assert len(sizes) == DATA.validation_clients
-    each = accuracy_by_client(forward, theta, DATA.validation, sizes)
+    each = figure_by_client(forward, theta, DATA.validation, sizes, Classification(), Accuracy())
     assert float((each * sizes).sum() / sizes.sum()) == pytest.approx(evaluate(forward, theta, DATA.validation)[0])
     assert 0 <= float(each.min()) < float(each.max()) <= 1
 
 
 @pytest.mark.parametrize("views", [1, 3])
-def test_accuracy_by_client__of_a_client_is_the_same_whoever_else_there_is(views: int) -> None:
+def test_figure_by_client__of_a_client_is_the_same_whoever_else_there_is(views: int) -> None:
     """Or one client could move everyone's part of the score: by rounding in a shared batch, or by where views fall."""
     module = make_model(BASE.model, DATA.train.shape, DATA.train.classes, seed=1)
     theta, forward = Layout.of(module).unflatten(initial_vector(module)), as_function(module)
@@ -135,12 +136,13 @@ def test_accuracy_by_client__of_a_client_is_the_same_whoever_else_there_is(views
         return forward(params, x)
 
     methods = (Flips(),) if views > 1 else ()
-    together = accuracy_by_client(watched, theta, samples, sizes, methods, views)
+    asked = (Classification(), Accuracy(), methods, views)
+    together = figure_by_client(watched, theta, samples, sizes, *asked)
     assert len(set(shapes)) == 1
     for k in (0, len(sizes) // 2, len(sizes) - 1):
         start = int(sizes[:k].sum())
         own = Samples(samples.x[start : start + int(sizes[k])], samples.y[start : start + int(sizes[k])])
-        assert float(accuracy_by_client(forward, theta, own, sizes[k : k + 1], methods, views)[0]) == float(together[k])
+        assert float(figure_by_client(forward, theta, own, sizes[k : k + 1], *asked)[0]) == float(together[k])
 
 
 class Flips(Method):
@@ -172,9 +174,10 @@ def test_score__of_a_client_without_samples_is_the_worst(monkeypatch: pytest.Mon
     assert score == pytest.approx(0.5 + (0.25 * (len(each) - 1) - 0.5) / len(each))
 
 
-def test_accuracy_by_client__counts_a_client_of_no_samples_as_nan() -> None:
+def test_figure_by_client__counts_a_client_of_no_samples_as_nan() -> None:
     samples, theta = Samples(torch.zeros(3, 1), torch.zeros(3, dtype=torch.int64)), {"w": torch.zeros(1)}
-    each = accuracy_by_client(lambda _, x: x.new_zeros(len(x), 2), theta, samples, torch.tensor([2, 0, 1]))
+    sizes = torch.tensor([2, 0, 1])
+    each = figure_by_client(lambda _, x: x.new_zeros(len(x), 2), theta, samples, sizes, Classification(), Accuracy())
     assert each[[0, 2]].tolist() == [1, 1]
     assert math.isnan(each[1])
 

@@ -9,10 +9,20 @@ import pytest
 import torch
 
 import fedblur
-from fedblur.data.population import Packed, Samples
+from fedblur.data.population import Federation, Packed, Samples
 from fedblur.experiments.result_store import make_result
-from fedblur.learning.evaluation import MOST_CLIENTS, MOST_SAMPLES, accuracy_by_class, evaluate, own_samples
+from fedblur.learning.evaluation import (
+    MOST_CLIENTS,
+    MOST_SAMPLES,
+    accuracy_by_group,
+    evaluate,
+    fairness,
+    figure_by_client,
+    own_samples,
+)
+from fedblur.learning.metrics import Accuracy
 from fedblur.learning.module_function import Layout, as_function, initial_vector
+from fedblur.learning.tasks import Classification
 from tests.worlds import SmallCnn, packed
 
 X = torch.rand(300, 1, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -30,7 +40,7 @@ def test_by_class__classes_weighted_by_their_samples_give_the_accuracy() -> None
     torch.manual_seed(0)
     module = SmallCnn()
     forward, theta = as_function(module), Layout.of(module).unflatten(initial_vector(module))
-    shares, counts = accuracy_by_class(forward, theta, Samples(X, Y), 10)
+    shares, counts = accuracy_by_group(forward, theta, Samples(X, Y), Y, 10)
     assert counts.tolist() == torch.bincount(Y, minlength=10).tolist()
     assert torch.isnan(shares[7:]).all()
     total = float((shares * counts).nansum()) / 300
@@ -48,6 +58,18 @@ def test_by_client__takes_some_samples_of_some_clients_and_each_from_its_own() -
     assert int(taken.max()) == MOST_SAMPLES
     whose = torch.linspace(0, 299, MOST_CLIENTS).long()
     assert torch.equal(samples.x[:, 0].long(), torch.repeat_interleave(whose, taken))
+
+
+def test_by_client__accuracy_is_that_of_each_client_alone() -> None:
+    torch.manual_seed(0)
+    module, world = SmallCnn(), packed([1, 5, 17, 60, 3])
+    forward, theta = as_function(module), Layout.of(module).unflatten(initial_vector(module))
+    samples, sizes = own_samples(world)
+    alone = figure_by_client(forward, theta, samples, sizes, Classification(), Accuracy())
+    found = fairness(forward, theta, Federation("five", world, None, 0, Samples(X, Y)), Samples(X, Y))
+    assert found["client_accuracy"] == pytest.approx(alone.tolist(), abs=1e-4)
+    assert len(set(found["client_accuracy"])) > 2
+    assert found["client_samples"] == [1, 5, 17, MOST_SAMPLES, 3]
 
 
 def test_fairness__is_in_the_last_round_only_and_under_local_only(run: fedblur.Run) -> None:

@@ -69,13 +69,6 @@ def evaluate(
     return figures["accuracy"], loss
 
 
-def accuracy_by_client(
-    forward: Forward, theta: Params, samples: Samples, sizes: Tensor, methods: tuple[Method, ...] = (), views: int = 1
-) -> Tensor:
-    """Return each client's own accuracy, [clients] float64 on the CPU; NaN without samples (see `figure_by_client`)."""
-    return figure_by_client(forward, theta, samples, sizes, Classification(), Accuracy(), methods, views)
-
-
 @torch.no_grad()
 def figure_by_client(
     forward: Forward, theta: Params, samples: Samples, sizes: Tensor, task: Task, metric: Metric,
@@ -106,15 +99,19 @@ def figure_by_client(
 
 
 @torch.no_grad()
-def accuracy_by_class(
-    forward: Forward, theta: Params, samples: Samples, classes: int, methods: tuple[Method, ...] = (), views: int = 1
-) -> tuple[Tensor, Tensor]:
-    """Return (accuracy [classes] float64, samples [classes] int64) on the CPU; NaN where a class has no samples."""
+def accuracy_by_group(
+    forward: Forward, theta: Params, samples: Samples, groups: Tensor, count: int,
+    methods: tuple[Method, ...] = (), views: int = 1,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return (accuracy [count] float64, samples [count] int64) of each group, on the CPU; NaN where it has no samples.
+
+    Groups share batches: for what nobody's privacy rests on. `groups`: [samples], the number of each sample's.
+    """
     predictions = _predictions(forward, theta, samples, Classification(), methods, views, _CHUNK)
     hits = torch.cat([_hits(outputs, y) for outputs, y in predictions]).double().cpu()
-    labels = samples.y.cpu()
-    counts = torch.bincount(labels, minlength=classes)
-    return torch.zeros(classes, dtype=torch.float64).index_add_(0, labels, hits) / counts, counts
+    groups = groups.cpu()
+    counts = torch.bincount(groups, minlength=count)
+    return torch.zeros(count, dtype=torch.float64).index_add_(0, groups, hits) / counts, counts
 
 
 def fairness(
@@ -126,14 +123,14 @@ def fairness(
     Of another task than classification: the metric of training clients on their own data.
     """
     task, metric = task or Classification(), metric or Accuracy()
+    samples, sizes = own_samples(federation.train)
     if not task.classes:
-        samples, sizes = own_samples(federation.train)
         each = figure_by_client(forward, theta, samples, sizes, task, metric, methods, views)
         figures = [round(value, 4) if math.isfinite(value) else None for value in each.tolist()]
         return {"client_figures": figures, "client_metric": metric.key, "client_samples": sizes.tolist()}
-    shares, counts = accuracy_by_class(forward, theta, held_out, federation.train.classes, methods, views)
-    samples, sizes = own_samples(federation.train)
-    each = accuracy_by_client(forward, theta, samples, sizes, methods, views)
+    shares, counts = accuracy_by_group(forward, theta, held_out, held_out.y, federation.train.classes, methods, views)
+    owners = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+    each, _ = accuracy_by_group(forward, theta, samples, owners, len(sizes), methods, views)
     return {
         "class_accuracy": [
             round(share, 4) if count else None for share, count in zip(shares.tolist(), counts.tolist())
