@@ -18,7 +18,7 @@ from fedblur.core.files import read_bytes, write_atomically
 from fedblur.data.population import Federation
 from fedblur.privacy import accounting, events
 from fedblur.privacy.claim import PopulationTotal
-from fedblur.privacy.ledger import Budget, Chain, Link, Randomness, read_spends
+from fedblur.privacy.ledger import Budget, Chain, Link, Randomness, now, read_spends
 from fedblur.privacy.ledger_file import open_ledger
 from fedblur.privacy.populations import (
     Entry,
@@ -30,7 +30,6 @@ from fedblur.privacy.populations import (
     ledger_id,
     lock,
     new_entry,
-    now,
 )
 
 

@@ -27,7 +27,6 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ from fedblur.core.files import (
 from fedblur.core.files import locked as held_elsewhere
 from fedblur.privacy import events, totals
 from fedblur.privacy.claim import PopulationTotal, from_json
-from fedblur.privacy.ledger import Chain, read_randomness, read_spends
+from fedblur.privacy.ledger import Chain, now, read_randomness, read_spends
 
 try:
     import fcntl
@@ -468,11 +467,6 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError, ImportError):  # a container without this user's name
         return "unknown"
-
-
-def now() -> str:
-    """Return the time, as ledgers write it."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 @contextlib.contextmanager

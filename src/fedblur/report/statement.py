@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from fedblur.core.registry import build
 from fedblur.learning.metrics.measures import measure_of
 from fedblur.privacy.accounting import ACCOUNTANTS, zcdp
 from fedblur.privacy.claim import UNCLAIMED, Claim, Selection, to_json
-from fedblur.privacy.ledger import read_randomness
+from fedblur.privacy.ledger import now, read_randomness
 from fedblur.report.page import Page, html, render_markdown
 from fedblur.report.text import counted, rounded_up, words_of_figure, words_of_population
 from fedblur.training.run_folder import NO_AUDIT, RunFolder, RunSummary
@@ -138,7 +137,7 @@ class Statement:
     @cached_property
     def made(self) -> str:
         """When the statement was made."""
-        return datetime.now(UTC).isoformat(timespec="seconds")
+        return now()
 
     def facts(self) -> dict[str, Any]:
         """Return the machine-readable form."""
