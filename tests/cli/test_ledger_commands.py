@@ -64,7 +64,7 @@ def test_verify__a_forgotten_round_is_found_even_where_nothing_remembers_the_cha
     path = copy / "ledger.jsonl"
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-2]))  # the closing line, too
     findings = " ".join(verify(copy))
-    assert "1 rounds left results but no release in the ledger, the first is round 12" in findings
+    assert "round 12 left results, and round 12 has no release in the ledger" in findings
     assert "the ledger that the checkpoint of round 12 remembers" in findings
     assert "the ledger that summary.json remembers" in findings
 

@@ -276,6 +276,12 @@ def _tomls() -> Iterator[Input]:
         "number": b"3",
         "list": b"[]",
         "NaN": b'{"rounds": NaN}',
+        "a key twice": b'{"rounds": 1, "rounds": 2}',
+        "no mechanism": b'{"mechanism": null}',
+        "no methods": b'{"method": null}',
+        "no metrics": b'{"metrics": null}',
+        "no data set": b'{"dataset": null}',
+        "nothing at all": b'{"local": null, "server": null, "model": null, "sampling": null, "task": null}',
         "digits": b'{"rounds": ' + b"9" * 10_000 + b"}",
     }.items():
         yield Input(

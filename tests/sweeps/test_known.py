@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -158,6 +159,24 @@ def test_known__markup_in_a_label_is_text(world: Path) -> None:
     (world / "private-table.toml").write_text(text)
     outcome = demand(["table", f"{world}/private-table.toml", "--out", f"{world}/out", *MACHINE])
     assert "[/b] x" in outcome.out
+
+
+@pytest.mark.parametrize(("key", "value"), [("metrics", "3"), ("metrics", "[3]"), ("task", '"x"'), ("task", "3")])
+def test_known__a_damaged_configuration_is_one_line_in_a_report(world: Path, key: str, value: str) -> None:
+    demand(run(world))
+    path = world / "run/config.json"
+    table = json.loads(path.read_text()) | {key: json.loads(value)}
+    path.write_text(json.dumps(table))
+    outcome = invoke(["report", f"{world}/run"])
+    assert (outcome.status, outcome.bug) == (2, "")
+    assert f"{key} is not what fedblur writes" in outcome.said
+
+
+def test_known__a_part_that_is_null_is_one_line(world: Path) -> None:
+    (world / "odd.json").write_text('{"mechanism": null}')
+    outcome = invoke(["run", f"{world}/odd.json", "--out", f"{world}/run", *MACHINE])
+    assert (outcome.status, outcome.bug) == (2, "")
+    assert "mechanism=None must be set" in outcome.said
 
 
 def test_known__an_edited_list_of_a_table_s_cells_counts_as_none(world: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from fedblur.core.errors import RunError
 from fedblur.core.files import write_atomically
-from fedblur.training.checkpoint import Checkpoint, load_newest, save_checkpoint
+from fedblur.training.checkpoint import Checkpoint, load_newest, rounds_kept, save_checkpoint
 
 
 def checkpoint(round_: int) -> Checkpoint:
@@ -26,6 +26,17 @@ def test_checkpoint__round_trip_and_the_newest_two_are_kept(tmp_path: Path) -> N
     loaded, notes = load_newest(tmp_path)
     assert (loaded.round, notes, loaded.state) == (3, [], {"config": {"a": 1}})
     assert torch.equal(loaded.tensors["theta"], torch.full((5,), 3.0))
+
+
+def test_checkpoint__the_newest_is_the_one_of_the_last_round_whatever_else_lies_there(tmp_path: Path) -> None:
+    for t in (999_999, 1_000_000):  # names of different lengths
+        save_checkpoint(tmp_path, checkpoint(t))
+    copy = tmp_path / "round-1000000 (copy).safetensors"
+    copy.write_bytes((tmp_path / "round-1000000.safetensors").read_bytes())
+    assert rounds_kept(tmp_path) == [1_000_000, 999_999]
+    save_checkpoint(tmp_path, checkpoint(1_000_001))
+    assert rounds_kept(tmp_path) == [1_000_001, 1_000_000]
+    assert copy.exists()
 
 
 def test_checkpoint__every_flipped_byte_is_noticed(tmp_path: Path) -> None:

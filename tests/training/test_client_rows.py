@@ -12,7 +12,7 @@ import torch
 
 from fedblur.core.errors import ConfigError, RunError
 from fedblur.learning.personal import CohortRows, Personal
-from fedblur.training.checkpoint import Checkpoint, load_newest, oldest_checkpoint, save_checkpoint
+from fedblur.training.checkpoint import Checkpoint, load_newest, rounds_kept, save_checkpoint
 from fedblur.training.client_rows import RowsInMemory, RowsOnDisk, read_personal
 from tests.learning.test_personal import Net, job_of
 from tests.sweeps.disk import MODES, Disk, Killed
@@ -45,7 +45,7 @@ def expected(round_: int) -> torch.Tensor:
 def save(run: Path, rows: RowsOnDisk, round_: int) -> None:
     rows.settle(round_)
     save_checkpoint(run / "checkpoints", Checkpoint(round_, {"theta": torch.ones(2)}, {}))
-    rows.checkpointed(round_, oldest_checkpoint(run / "checkpoints"))
+    rows.checkpointed(round_, rounds_kept(run / "checkpoints")[-1])
 
 
 def go_on(run: Path, rows: RowsOnDisk, first: int) -> None:

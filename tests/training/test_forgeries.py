@@ -5,6 +5,7 @@ shows the same table.
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from fedblur.core.config import config_digest, config_hash, from_dict
 from fedblur.privacy.ledger import Chain
 from fedblur.privacy.ledger_file import open_ledger
 from fedblur.privacy.signature import FILE, check_seal, check_signature, make_key, seal, sign
+from fedblur.training.checkpoint import load_newest, save_checkpoint
 from fedblur.training.run_folder import RunFolder
 from fedblur.training.verify_ledger import verify
 
@@ -111,7 +113,7 @@ def fit_everything(run: Path) -> None:
 
 def keep_a_checkpoint(run: Path) -> None:
     """Bring a checkpoint along that remembers the forged ledger: verify wants one."""
-    from fedblur.training.checkpoint import Checkpoint, save_checkpoint
+    from fedblur.training.checkpoint import Checkpoint
 
     tensors = load_file(run / "model.safetensors")
     theta = torch.cat([tensor.flatten() for tensor in tensors.values()])
@@ -332,6 +334,86 @@ def operator_forges(run: Path, world: World) -> None:
     sign(open_ledger(run / "ledger.jsonl"), world.signing_key)
 
 
+def edited_statement(run: Path, world: World) -> None:
+    edit_json(run / "statement.json", lambda table: table["epsilon"].update(pld=0.788))
+
+
+def other_statement(run: Path, world: World) -> None:
+    shutil.copy(world.other / "statement.json", run)
+
+
+def other_rounds(run: Path, world: World) -> None:
+    shutil.copy(world.other / "rounds.jsonl", run)
+
+
+def other_ledger(run: Path, world: World) -> None:
+    shutil.copy(world.other / "ledger.jsonl", run)
+
+
+def added_line(run: Path, world: World) -> None:
+    """A line that we read as damaged, and other programs as a round."""
+    with (run / "rounds.jsonl").open("a") as file:
+        file.write('{"round": 5, "accuracy": 0.99, "epsilon": NaN}\n')
+
+
+def write_first(path: Path, pair: str) -> None:
+    """Write a pair at the beginning of a JSON object: what a person reads first."""
+    path.write_text(path.read_text().replace("{", "{" + pair + ", ", 1))
+
+
+def key_twice_in_the_configuration(run: Path, world: World) -> None:
+    write_first(run / "config.json", '"epsilon": 0.788')
+
+
+def key_twice_in_the_summary(run: Path, world: World) -> None:
+    write_first(run / "summary.json", '"accuracy": 0.99')
+
+
+def key_that_looks_alike(run: Path, world: World) -> None:
+    write_first(run / "summary.json", '"\u0430ccuracy": 0.99')  # Cyrillic
+
+
+def other_population(run: Path, world: World) -> None:
+    edit_json(run / "config.json", lambda table: table.update(population="of nobody"))
+
+
+def other_start(run: Path, world: World) -> None:
+    """The note that the statement makes of starting weights which the caller gave."""
+    edit_json(run / "config.json", lambda table: table.update(own={"model": "PublicWeights"}))
+
+
+def later_checkpoint(run: Path, world: World) -> None:
+    found, _ = load_newest(run / "checkpoints")
+    save_checkpoint(run / "checkpoints", replace(found, round=5))
+
+
+def rechained_without_rounds(run: Path, world: World) -> None:
+    """Three of four releases are left out, and nothing shows the rounds in which they were made."""
+    rechain(run, lambda bodies: bodies.__delitem__(slice(1, 4)))
+    rounds = run / "rounds.jsonl"
+    rounds.write_text(rounds.read_text().splitlines(keepends=True)[-1])
+    edit_json(run / "summary.json", claim(releases=1, epsilon=_epsilon(run)))
+    fit_everything(run)
+    keep_a_checkpoint(run)
+
+
+def rechained_source(run: Path, world: World) -> None:
+    rechain(run, lambda bodies: bodies[0].pop("randomness"))
+    fit_everything(run)
+    keep_a_checkpoint(run)
+
+
+def all_rechained_trust(run: Path, world: World) -> None:
+    edit_json(run / "summary.json", claim(trust_model="nobody sees anything"))
+    fit_everything(run)
+    keep_a_checkpoint(run)
+
+
+def signature_of_another_run(run: Path, world: World) -> None:
+    all_rechained_model(run, world)
+    shutil.copy(world.other / FILE, run)
+
+
 BY_VERIFY, BY_KEY, BY_SEAL = "verify", "--key", "--seal"
 # Each forgery: what is done, of which run, in words, and who is the first to find it.
 FORGERIES: list[tuple[Callable[[Path, World], None], str, str, str]] = [
@@ -343,6 +425,17 @@ FORGERIES: list[tuple[Callable[[Path, World], None], str, str, str]] = [
     (edited_clients, "private", "N edited in the summary", BY_VERIFY),
     (edited_rounds, "private", "accuracies edited in the rounds", BY_VERIFY),
     (edited_configuration, "private", "ε edited in the configuration", BY_VERIFY),
+    (other_population, "private", "another population in the configuration", BY_VERIFY),
+    (other_start, "private", "other starting weights named in the configuration", BY_VERIFY),
+    (key_twice_in_the_configuration, "private", "a second ε in the configuration", BY_VERIFY),
+    (key_twice_in_the_summary, "private", "a second accuracy in the summary", BY_VERIFY),
+    (key_that_looks_alike, "private", "a key of the summary in letters that look alike", BY_VERIFY),
+    (edited_statement, "private", "ε edited in statement.json", BY_VERIFY),
+    (other_statement, "private", "the statement.json of another run", BY_VERIFY),
+    (other_rounds, "private", "the rounds of another run", BY_VERIFY),
+    (added_line, "private", "a line added to the rounds", BY_VERIFY),
+    (other_ledger, "private", "the ledger of another run of the same settings", BY_VERIFY),
+    (later_checkpoint, "private", "a checkpoint of a later round", BY_VERIFY),
     (other_model, "private", "another model put in place", BY_VERIFY),
     (seeded_without_warning, "seeded", "a seeded run without its warning", BY_VERIFY),
     (seeded_without_its_seed, "seeded", "a seeded run without warning and seed", BY_VERIFY),
@@ -350,6 +443,8 @@ FORGERIES: list[tuple[Callable[[Path, World], None], str, str, str]] = [
     (rechained_budget, "private", "a larger budget, the chain rewritten", BY_VERIFY),
     (rechained_unit, "private", "another unit, the chain rewritten", BY_VERIFY),
     (rechained_randomness, "seeded", "a seeded run called private, the chain rewritten", BY_VERIFY),
+    (rechained_without_rounds, "private", "releases and their rounds removed, the chain rewritten", BY_VERIFY),
+    (rechained_source, "private", "the source of the noise left out, the chain rewritten", BY_VERIFY),
     (second_closing_line, "private", "another model, with a second closing line", BY_VERIFY),
     (downgraded_noise, "private", "more noise claimed, the plan left out as in version 0.2", BY_VERIFY),
     (downgraded_model, "private", "another model, the plan left out as in version 0.2", BY_KEY),
@@ -357,6 +452,8 @@ FORGERIES: list[tuple[Callable[[Path, World], None], str, str, str]] = [
     (all_rechained_seed, "seeded", "a seeded run called private in every file", BY_KEY),
     (all_rechained_model, "private", "another model, with the chain rewritten", BY_KEY),
     (all_rechained_accuracy, "private", "another accuracy, with the chain rewritten", BY_KEY),
+    (all_rechained_trust, "private", "another trust model, with the chain rewritten", BY_KEY),
+    (signature_of_another_run, "private", "another model, with the signature of another run", BY_KEY),
     (rolled_back, "private", "an older copy of the folder", BY_KEY),
     (rolled_back_with_its_signature, "private", "an older copy, with the signature of then", BY_SEAL),
     (other_run, "private", "another run of the same operator", BY_SEAL),
@@ -388,6 +485,49 @@ def test_forgery__nothing_is_found_where_nothing_was_forged(world: World) -> Non
         chain = open_ledger(run / "ledger.jsonl")
         assert check_signature(chain, world.key) == []
         assert check_seal(chain, world.seals[which]) == []
+
+
+def test_page__lists_each_forgery_once() -> None:
+    table = PAGE.read_text(encoding="utf-8").split("| forgery | detected by |")[1].split("\n\n")[0]
+    assert sorted(re.findall(r"^\| (.+?) \| (verify|--key|--seal) \|$", table, re.MULTILINE)) == sorted(
+        (words, first) for _, _, words, first in FORGERIES
+    )
+
+
+ODD: list[tuple[str, Callable[[list[dict[str, Any]]], None]]] = [
+    ("δ is a text", lambda bodies: bodies[0].update(delta="0.01")),
+    ("δ is missing", lambda bodies: bodies[0].update(delta=None)),
+    ("the accountant is a list", lambda bodies: bodies[0].update(accountant=[])),
+    ("the source of noise is an object", lambda bodies: bodies[0].update(randomness={})),
+    ("N is a text", lambda bodies: bodies[0]["subject"].update(clients="60")),
+    ("the subject has another field", lambda bodies: bodies[0]["subject"].update(trust="all")),
+    ("a round is a text", lambda bodies: bodies[1].update(round="1")),
+    ("the noise is beyond all measure", lambda bodies: bodies[1]["event"]["inner"].update(noise_multiplier=1e308)),
+    ("a closing line holds nothing", lambda bodies: bodies.insert(-1, {"kind": "close"})),
+    ("two first lines", lambda bodies: bodies.insert(1, {"kind": "else"})),
+]
+
+
+@pytest.mark.parametrize("change", [change for _, change in ODD], ids=[words for words, _ in ODD])
+def test_verify__a_rewritten_ledger_of_odd_values_is_a_finding(
+    world: World, tmp_path: Path, change: Callable[[list[dict[str, Any]]], None]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(world.private, run)
+    rechain(run, change)
+    assert verify(run)
+
+
+def test_resume__of_a_complete_run_keeps_the_model_whatever_its_checkpoint_holds(world: World, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(world.private, run)
+    model = (run / "model.safetensors").read_bytes()
+    found, _ = load_newest(run / "checkpoints")
+    found.tensors["theta"].fill_(1.0)
+    save_checkpoint(run / "checkpoints", found)
+    fedblur.resume(run)
+    assert (run / "model.safetensors").read_bytes() == model
+    assert verify(run) == []
 
 
 def test_statement__does_not_believe_a_summary_without_its_warning(world: World, tmp_path: Path) -> None:

@@ -217,6 +217,7 @@ def test_read_json__turns_damage_into_one_line(tmp_path: Path) -> None:
         (b"\xff{}", "not UTF-8"),
         (b"[" * 100_000, "nested too deeply"),
         (b"[1]", "holds a list, where fedblur writes an object"),
+        (b'{"a": {"b": 1, "c": 2, "b": 3}}', "key 'b' is there twice"),
     ):
         path.write_bytes(damage)
         with pytest.raises(RunError, match=words) as error:

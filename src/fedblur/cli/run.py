@@ -39,7 +39,7 @@ from fedblur.cli.output import print_json
 from fedblur.core.callbacks import Watcher
 from fedblur.core.config import apply_overrides, parse_value
 from fedblur.core.errors import ConfigError
-from fedblur.core.files import read_bytes
+from fedblur.core.files import each_key_once, read_bytes
 from fedblur.core.plugins import read_config
 from fedblur.core.registry import parts
 from fedblur.engines.distributed import rank
@@ -222,7 +222,7 @@ def _read(path: Path | None) -> dict[str, Any]:
     if path.suffix != ".json":
         return read_config(path)
     try:
-        table = json.loads(read_bytes(path, way_out="give a TOML file"))
+        table = json.loads(read_bytes(path, way_out="give a TOML file"), object_pairs_hook=each_key_once)
     except RecursionError:
         raise ConfigError(f"{path} is not valid JSON: it is nested too deeply; fix it, or write TOML") from None
     except ValueError as error:

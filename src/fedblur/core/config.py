@@ -116,6 +116,9 @@ class Config:
         for f in fields(self):
             if "part" in f.metadata:
                 value = convert_part(f.metadata["part"], getattr(self, f.name), f.metadata["many"])
+                demand(
+                    value is not None or f.default is None, f.name, value, f"must be set; the default is {f.default!r}"
+                )
                 object.__setattr__(self, f.name, value)
         if self.epsilon is None and self.noise_multiplier is None:
             object.__setattr__(self, "epsilon", 2.0)
@@ -337,6 +340,10 @@ def _is_part(value: Any) -> bool:
     return isinstance(value, Mapping) and isinstance(value.get("name"), str)
 
 
+def _is_metric(value: Any) -> bool:
+    return isinstance(value, str) or _is_part(value)
+
+
 _FORM: dict[str, Callable[[Any], bool]] = {
     "method": lambda value: isinstance(value, list) and all(map(_is_part, value)),
     "dataset": _is_part,
@@ -346,6 +353,8 @@ _FORM: dict[str, Callable[[Any], bool]] = {
     "clip_norm": lambda value: isinstance(value, int | float | str),
     "seed": lambda value: value is None or type(value) is int,
     "own": lambda value: value is None or isinstance(value, Mapping),
+    "task": lambda value: value is None or _is_part(value),  # None: of an earlier version
+    "metrics": lambda value: value is None or (isinstance(value, list) and all(map(_is_metric, value))),
 }
 
 

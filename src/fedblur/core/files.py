@@ -196,12 +196,21 @@ def read_bytes(path: Path, most: int = MOST_BYTES, way_out: str = RESTORE) -> by
 def parse_json(data: bytes, name: object, way_out: str = RESTORE) -> dict[str, Any]:
     """Parse a JSON object. `name`: where it was read, for the error."""
     try:
-        value = json.loads(data)
+        value = json.loads(data, object_pairs_hook=each_key_once)
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
         raise RunError(f"{name} cannot be read: {_reason(error)}; {way_out}") from None
     if not isinstance(value, dict):
         raise RunError(f"{name} holds a {type(value).__name__}, where fedblur writes an object; {way_out}")
     return value
+
+
+def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a JSON object of its pairs. A key that is there twice is an error: people may read the other value."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)[:80]!r} is there twice")
+    return table
 
 
 def read_json(path: Path, way_out: str = RESTORE) -> dict[str, Any]:

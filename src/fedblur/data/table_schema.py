@@ -25,7 +25,7 @@ from typing import Any
 
 from fedblur.core.config import read_toml
 from fedblur.core.errors import ConfigError, nearest
-from fedblur.core.files import read_bytes
+from fedblur.core.files import each_key_once, read_bytes
 from fedblur.core.registry import check_types, from_table
 
 TOKENS = 257  # of text as bytes: 0 pads
@@ -167,7 +167,7 @@ def _read_file(path: Path) -> Mapping[str, Any]:
     if path.suffix != ".json":
         return read_toml(path)
     try:
-        table = json.loads(read_bytes(path, way_out="give a schema"))
+        table = json.loads(read_bytes(path, way_out="give a schema"), object_pairs_hook=each_key_once)
     except OSError as error:
         raise ConfigError(f"schema {path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

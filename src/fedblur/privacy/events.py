@@ -35,6 +35,7 @@ class Event:
 
 E = TypeVar("E", bound=type[Event])
 _KINDS: dict[str, type[Event]] = {}
+MOST_NOISE = 2.0**80  # far beyond any plan; accountants compute with all that is below
 
 
 def event_kind(name: str) -> Callable[[E], E]:
@@ -56,8 +57,10 @@ class Gaussian(Event):
     noise_multiplier: float  # σ: noise std / clip norm S
 
     def __post_init__(self) -> None:
-        if not 0 <= self.noise_multiplier < math.inf:
-            raise PrivacyError(f"noise_multiplier={self.noise_multiplier} must be 0 or more and finite")
+        if not 0 <= self.noise_multiplier < MOST_NOISE:
+            raise PrivacyError(
+                f"noise_multiplier={self.noise_multiplier} must be finite, 0 or more and below {MOST_NOISE:.0e}"
+            )
 
 
 @event_kind("votes")
@@ -77,8 +80,10 @@ class Votes(Event):
     def __post_init__(self) -> None:
         if self.queries < 1 or self.checks < 0:
             raise PrivacyError(f"queries={self.queries} must be 1 or more and checks={self.checks} 0 or more")
-        if not (0 <= self.noise_std < math.inf and 0 <= self.check_noise_std < math.inf):
-            raise PrivacyError(f"noise_std={self.noise_std}, {self.check_noise_std} must be 0 or more and finite")
+        if not (0 <= self.noise_std < MOST_NOISE and 0 <= self.check_noise_std < MOST_NOISE):
+            raise PrivacyError(
+                f"noise_std={self.noise_std}, {self.check_noise_std} must be finite, 0 or more and below {MOST_NOISE:.0e}"
+            )
 
     @property
     def noise_multiplier(self) -> float:
@@ -121,8 +126,8 @@ class Skellam(Event):
 
 
 def _check_discrete(noise_std: float, sensitivity: float, dimension: int, bound: str) -> None:
-    if not 0 <= noise_std < math.inf:
-        raise PrivacyError(f"noise_std={noise_std} must be 0 or more and finite")
+    if not 0 <= noise_std < MOST_NOISE:
+        raise PrivacyError(f"noise_std={noise_std} must be finite, 0 or more and below {MOST_NOISE:.0e}")
     if not 0 < sensitivity < math.inf or dimension < 1:
         raise PrivacyError(f"sensitivity={sensitivity} and dimension={dimension} must be above 0")
     if bound not in ("tight", "general"):

@@ -430,15 +430,18 @@ def read_budget(chain: Chain) -> tuple[Budget, str]:
     body = chain.links[0].body if chain.links else {}
     try:
         budget = Budget(float(body["epsilon"]), body["delta"], body["accountant"], body["rounds"])
-        return budget, body["about"]
+        kinds = type(budget.delta), type(budget.accountant), type(budget.rounds), type(body["about"])
+        if kinds == (float, str, int, str):
+            return budget, body["about"]
     except (KeyError, TypeError, ValueError):
-        raise ChainError(f"{chain.path} does not begin with a budget; it is not a ledger of this version") from None
+        pass
+    raise ChainError(f"{chain.path} does not begin with a budget; it is not a ledger of this version")
 
 
 def read_randomness(chain: Chain) -> Randomness | None:
     """Read the source of noise that a ledger names; None for a ledger of version 0.1, which names none."""
     recorded = chain.links[0].body.get("randomness") if chain.links else None
-    if recorded is not None and recorded not in _SOURCES:
+    if recorded not in (None, *_SOURCES):
         raise ChainError(f"{chain.path} names an unknown source of randomness; it is not a ledger of this version")
     return cast(Randomness | None, recorded)
 
@@ -453,13 +456,13 @@ def randomness_of(seed: int | None, unaudited: bool = False) -> Randomness:
 def read_spends(links: list[Link]) -> list[tuple[int, events.Event]]:
     """Read (round, event) of every release, in order; an unknown event or line is refused."""
     try:
-        return [
-            (int(link.body["round"]), events.from_json(link.body["event"]))
-            for link in links
-            if kind_of(link) == "spend"
-        ]
+        spends = [link.body for link in links if kind_of(link) == "spend"]
+        found = [(body["round"], events.from_json(body["event"])) for body in spends]
+        if all(type(round_) is int for round_, _ in found):
+            return found
     except (KeyError, TypeError, ValueError, RecursionError):
-        raise ChainError("a line of the ledger is no release; it was not written by this version") from None
+        pass
+    raise ChainError("a line of the ledger is no release; it was not written by this version")
 
 
 def kind_of(link: Link) -> str:

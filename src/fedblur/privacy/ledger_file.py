@@ -12,6 +12,7 @@ from fedblur.privacy.ledger import (
     CUT_SHORT,
     Chain,
     ChainError,
+    Link,
     Subject,
     cut_release,
     kind_of,
@@ -28,12 +29,13 @@ def read_subject(chain: Chain) -> Subject | None:
     if stored is None:
         return None
     try:
-        return Subject(
-            str(stored["config"]), str(stored["unit"]), int(stored["clients"]), float(stored["noise_multiplier"]),
-            dict(stored["event"]),
-        )  # fmt: skip
-    except (KeyError, TypeError, ValueError):
-        raise ChainError(f"{chain.path} does not say what it is about; it is not a ledger of this version") from None
+        subject = Subject(**stored)
+        kinds = [type(value) for value in (subject.config, subject.unit, subject.clients, subject.event)]
+        if kinds == [str, str, int, dict] and type(subject.noise_multiplier) in (int, float):
+            return subject
+    except TypeError:
+        pass
+    raise ChainError(f"{chain.path} does not say what it is about; it is not a ledger of this version")
 
 
 def read_stream(path: Path) -> str:
@@ -60,11 +62,14 @@ def close_ledger(path: Path, released: Mapping[str, str]) -> None:
 def read_closing(chain: Chain) -> dict[str, str] | None:
     """Read what the closing line holds; None for a ledger that is not closed, or was opened again by a release."""
     last = chain.links[-1] if chain.links else None
-    if last is None or kind_of(last) != "close":
-        return None
-    released = last.body.get("released")
+    return None if last is None or kind_of(last) != "close" else released_by(last)
+
+
+def released_by(link: Link) -> dict[str, str]:
+    """Return the digests of a closing line."""
+    released = link.body.get("released")
     if not isinstance(released, dict) or not all(isinstance(value, str) for value in released.values()):
-        raise ChainError(f"{chain.path} ends with a closing line that fedblur did not write; restore it from a copy")
+        raise ChainError("the ledger has a closing line that fedblur did not write; restore it from a copy")
     return released
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from fedblur.core.files import make_folder, read_bytes, remove, write_atomically
 KEEP = 2
 _MOST_BYTES = 2**36  # of a checkpoint
 _FORMAT = 2  # its checksum covers the round
+_NAME = re.compile(r"round-([0-9]{6,})\.safetensors")  # six digits sort files; more rounds than that have longer names
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     header["digest"] = _digest(tensors, header)
     path = folder / f"round-{checkpoint.round:06d}.safetensors"
     write_atomically(path, save(tensors, metadata={"fedblur": json.dumps(header)}))
-    remove(*_newest_first(folder)[KEEP:])
+    remove(*[path for _, path in _newest_first(folder)[KEEP:]])
     return path
 
 
@@ -50,13 +52,13 @@ def load_newest(folder: Path) -> tuple[Checkpoint, list[str]]:
     """Load the newest checkpoint that is whole, with a note for each that is not."""
     notes: list[str] = []
     kept = _newest_first(folder)
-    for path in kept:
+    for _, path in kept:
         try:
             return _load(path), notes
         except (SafetensorError, RunError, ValueError, KeyError, TypeError, OSError, RecursionError) as error:
             reason = " ".join(str(error).split())[:80]
             notes.append(f"{path.name} is corrupt ({reason}); falling back to the checkpoint before it")
-    broken = ", ".join(path.name for path in kept)
+    broken = ", ".join(path.name for _, path in kept)
     found = f": {broken} cannot be read; restore one from a copy, or" if broken else ";"
     raise RunError(f"{folder} has no usable checkpoint{found} start a new run")
 
@@ -66,9 +68,9 @@ def has_checkpoint(folder: Path) -> bool:
     return bool(_newest_first(folder))
 
 
-def oldest_checkpoint(folder: Path) -> int:
-    """Return the round of the oldest checkpoint that a run may fall back to."""
-    return int(_newest_first(folder)[-1].stem.removeprefix("round-"))
+def rounds_kept(folder: Path) -> list[int]:
+    """Return the rounds of the checkpoints that a run may continue from, the newest first."""
+    return [round_ for round_, _ in _newest_first(folder)]
 
 
 def _load(path: Path) -> Checkpoint:
@@ -85,8 +87,9 @@ def _load(path: Path) -> Checkpoint:
     return Checkpoint(header["round"], tensors, header["state"])
 
 
-def _newest_first(folder: Path) -> list[Path]:
-    return sorted(folder.glob("round-*.safetensors"), reverse=True)
+def _newest_first(folder: Path) -> list[tuple[int, Path]]:
+    found = ((_NAME.fullmatch(path.name), path) for path in folder.glob("round-*.safetensors"))
+    return sorted(((int(name[1]), path) for name, path in found if name), reverse=True)
 
 
 def _digest(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:

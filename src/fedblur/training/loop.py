@@ -41,7 +41,7 @@ from fedblur.learning.personal_evaluation import measure_personal
 from fedblur.learning.tasks import Classification, Loss, Own, OwnLoss
 from fedblur.privacy.claim import to_json, unclaimed
 from fedblur.privacy.mechanisms.correlated import CorrelatedNoise
-from fedblur.training.checkpoint import Checkpoint, oldest_checkpoint, save_checkpoint
+from fedblur.training.checkpoint import Checkpoint, rounds_kept, save_checkpoint
 from fedblur.training.checks import check_arguments, note_divergence
 from fedblur.training.client_rows import read_personal
 from fedblur.training.machine import Machine
@@ -413,4 +413,4 @@ def _save(folder: RunFolder, setup: Setup, state: ServerState, resolved: dict[st
         setup.rows.settle(state.round)
     save_checkpoint(folder.checkpoints, Checkpoint(state.round, state.tensors(), about))
     if setup.rows is not None:
-        setup.rows.checkpointed(state.round, oldest_checkpoint(folder.checkpoints))
+        setup.rows.checkpointed(state.round, rounds_kept(folder.checkpoints)[-1])

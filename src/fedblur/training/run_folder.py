@@ -10,8 +10,9 @@ The folder is a small state machine, and `RunFolder.stage` is the one place that
     search    the ledger of a search, perhaps with its winner      tune, of the same search
     broken    releases, and no checkpoint                          nothing: they count; start a new run elsewhere
 
-A model is never replaced by one of an earlier round. The last line of the ledger of a run that ended holds the digests
-of model, summary and rounds. `RunSummary` is the type of summary.json.
+A model is never replaced by one of an earlier round, nor by another of its own round after the ledger was closed with
+it. The last line of the ledger of a run that ended holds the digests of model, configuration, summary and rounds.
+`RunSummary` is the type of summary.json.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from fedblur.data.population import Federation
 from fedblur.privacy.claim import Claim, from_json, to_json, why_not_private
 from fedblur.privacy.events import PrivateSelection
 from fedblur.privacy.ledger import Chain, cut_release, randomness_of, read_randomness, read_spends
-from fedblur.privacy.ledger_file import close_ledger, read_subject
+from fedblur.privacy.ledger_file import close_ledger, read_closing, read_subject
 from fedblur.training.checkpoint import has_checkpoint
 
 Stage = Literal["empty", "prepared", "begun", "complete", "search", "broken"]
@@ -292,15 +293,22 @@ class RunFolder:
         return rows
 
     def write_model(self, tensors: Mapping[str, Tensor], round_: int, personal: Sequence[str] = ()) -> bool:
-        """Write the model of this round, unless the one that is there is of a later round. Return whether it did.
+        """Write the model of this round, unless the one that is there was released already. Return whether it did.
 
-        `personal`: the parameters that are not in it, since each client has its own; the file says so.
+        That is one of a later round, or one of this round that the ledger is closed with. `personal`: the parameters
+        that are not in it, since each client has its own; the file says so.
         """
-        if self.model_round() > round_:
+        there = self.model_round()
+        if there > round_ or (there == round_ and self._is_closed_with_this_model()):
             return False
         copies = {name: tensor.clone() for name, tensor in tensors.items()}
         write_atomically(self.model, save(copies, _made(round_, personal)))
         return True
+
+    def _is_closed_with_this_model(self) -> bool:
+        chain = Chain(self.ledger)
+        closing = read_closing(chain) if self.ledger.exists() and chain.read() else None
+        return closing is not None and closing.get("model") == self.released()["model"]
 
     def model_round(self) -> int:
         """Return the round of the model that is there; -1: none, or one of version 0.2 or that cannot be read."""
@@ -383,15 +391,17 @@ class RunFolder:
         return self.ledger.exists() and bool(chain.read()) and read_subject(chain) is not None
 
     def released(self) -> dict[str, str]:
-        """Return the SHA-256 of the model, and of the summary and the rounds without what must not leave."""
+        """Return the SHA-256 of model and configuration, and of summary and rounds without what must not leave."""
         model = b""
         with contextlib.suppress(FileNotFoundError):
             model = read_bytes(self.model, most=_MOST_BYTES)
         summary = {
             key: value for key, value in (read_json_if_there(self.summary) or {}).items() if key not in _UNCLOSED
         }
-        rows = [{key: value for key, value in row.items() if key not in _UNCLOSED} for row in self.read_rounds()]
-        parts = {"model": model, "summary": canonical(summary).encode(), "rounds": canonical(rows).encode()}
+        lines, damaged = read_json_lines(self.rounds)  # others than rows, too: someone else may read them
+        rows = [{key: value for key, value in line.items() if key not in _UNCLOSED} for line in lines]
+        tables = {"config": read_json_if_there(self.config), "summary": summary, "rounds": [*rows, *[None] * damaged]}
+        parts = {"model": model} | {name: canonical(table).encode() for name, table in tables.items()}
         return {name: hashlib.sha256(content).hexdigest() for name, content in parts.items()}
 
 

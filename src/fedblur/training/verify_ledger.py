@@ -4,13 +4,14 @@
     anchors     the newest checkpoint, the summary and the statement remember a part of this very ledger
     owner       the configuration in config.json is the one that the ledger was opened for
     plan        noise, sampling, δ and rounds are recomputed from config.json and N, and are those of the ledger
-    coverage    there is a release for every round that left anything in the folder
+    coverage    there is a release for every round up to the last that left anything in the folder
     attendance  the record of who took part has a cohort for every release, and none that the sampling does not allow
-    closing     model, summary and rounds are what the ledger was closed with
+    closing     model, configuration, summary and rounds are what the ledger was closed with
     randomness  the ledger, config.json and the summary agree on where the noise came from: the system, or a seed
     budget      the releases are of one kind and within the budget
     own parts   the summary names the mechanism and the sampler that are not FedBlur's, and their audit holds again
     claim       what the summary says of ε, noise, N and warnings is what follows from ledger and configuration
+    statement   so is what statement.json says (its pages for people are not read)
 
 Not found: a folder whose every file was rolled back or rewritten together. There is no secret in a chain. A signature
 (`signature.py`) finds what was rewritten without the operator's key; a seal that was kept elsewhere finds the rest.
@@ -19,9 +20,10 @@ Not found: a folder whose every file was rolled back or rewritten together. Ther
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,13 +35,22 @@ from fedblur.core.registry import describe
 from fedblur.core.rng import make_rng
 from fedblur.privacy import events
 from fedblur.privacy.accounting import ACCOUNTANTS, Accountant, PrivacyPlan, adjacency
-from fedblur.privacy.claim import UNIT
+from fedblur.privacy.claim import UNIT, to_json
 from fedblur.privacy.events import Event, PrivateSelection
-from fedblur.privacy.ledger import Budget, Chain, Subject, randomness_of, read_budget, read_randomness, read_spends
-from fedblur.privacy.ledger_file import demand_anchor, open_ledger, read_closing, read_subject
+from fedblur.privacy.ledger import (
+    Budget,
+    Chain,
+    Subject,
+    kind_of,
+    randomness_of,
+    read_budget,
+    read_randomness,
+    read_spends,
+)
+from fedblur.privacy.ledger_file import demand_anchor, open_ledger, read_closing, read_subject, released_by
 from fedblur.privacy.participation import Scheduled
 from fedblur.privacy.totals import spent, together
-from fedblur.training.checkpoint import load_newest
+from fedblur.training.checkpoint import load_newest, rounds_kept
 from fedblur.training.own_parts import audited, own_parts
 from fedblur.training.participation_record import ParticipationRecord
 from fedblur.training.run_folder import RunFolder, RunSummary
@@ -163,13 +174,14 @@ def verify(run: Path) -> list[str]:
         _anchors(folder, books, summary, statement),
         _owner(books, summary, config),
         _plan(folder, books, summary, config),
-        _coverage(folder, books, summary),
+        _coverage(folder, books, summary, config),
         _participation(folder, books, summary, config),
         _closing(folder, books, summary),
         _secrecy(books, summary, statement),
         _budget(books),
         _own_parts(folder, books, summary, config),
         _claim(books, summary),
+        _statement(folder, books, statement, config),
     )
     try:
         return [finding for check in checks for finding in check]
@@ -258,7 +270,7 @@ def _plan(folder: RunFolder, books: Books, summary: RunSummary | None, config: C
         ("number of rounds", books.budget.rounds, budget.rounds),
         ("noise multiplier", subject.noise_multiplier, plan.noise_multiplier),
         ("planned release", subject.event, events.to_json(plan.event())),
-        ("source of noise", _source(books) or randomness_of(config.seed), randomness_of(config.seed)),
+        ("source of noise", _source(books, randomness_of(config.seed)), randomness_of(config.seed)),
     ]
     if config.clients is not None and config.voting is None:
         stated.append(("number of clients", subject.clients, config.clients))
@@ -293,10 +305,11 @@ def _plan(folder: RunFolder, books: Books, summary: RunSummary | None, config: C
         yield f"summary.json's warning is {claim.warning!r}, the ledger and config.json say {derived.privacy.warning!r}"
 
 
-def _source(books: Books) -> str | None:
+def _source(books: Books, configured: str) -> str:
     """Return where the ledger says that noise came from. That a part passed no audit says nothing of the source."""
     recorded = read_randomness(books.chain)
-    return "operating system" if recorded == "unaudited part" else recorded
+    unsaid = "not named" if books.bound else configured  # version 0.1 never named it
+    return "operating system" if recorded == "unaudited part" else recorded or unsaid
 
 
 def _own_parts(folder: RunFolder, books: Books, summary: RunSummary | None, config: Config | None) -> Iterator[str]:
@@ -337,12 +350,15 @@ def _alike(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _coverage(folder: RunFolder, books: Books, summary: RunSummary | None) -> Iterator[str]:
-    """Check that each round has its release. Rows that name a stage (voting) are not releases."""
-    shown = {row["round"] for row in folder.read_rounds() if "stage" not in row}
-    missing = sorted(shown - {round_ for round_, _ in books.spends})
-    if missing:
-        yield f"{len(missing)} rounds left results but no release in the ledger, the first is round {missing[0]}"
+def _coverage(folder: RunFolder, books: Books, summary: RunSummary | None, config: Config | None) -> Iterator[str]:
+    """Check that each round up to the last that was shown has its release. Votes and searches have no rounds."""
+    shown = [row["round"] for row in folder.read_rounds() if "stage" not in row]
+    if config is not None and config.voting is None:
+        shown += [folder.model_round(), *rounds_kept(folder.checkpoints), summary.rounds if summary else 0]
+    paid = {round_ for round_, _ in books.spends}
+    missing = next(round_ for round_ in itertools.count(1) if round_ not in paid)
+    if missing <= max(shown, default=0):
+        yield f"round {max(shown)} left results, and round {missing} has no release in the ledger"
     if summary and summary.privacy.releases > len(books.spends):
         yield f"summary.json counts {summary.privacy.releases} releases, the ledger {len(books.spends)}"
 
@@ -371,15 +387,14 @@ def _closing(folder: RunFolder, books: Books, summary: RunSummary | None) -> Ite
                 "run was killed as it ended (fedblur resume closes it)"
             )
         return
-    links = [link.body for link in books.chain.links]
-    for before, after in itertools.pairwise(links):
-        both = before["kind"] == after["kind"] == "close"
-        if both and before["released"].get("model") != after["released"].get("model"):
+    for before, after in itertools.pairwise(books.chain.links):
+        both = kind_of(before) == kind_of(after) == "close"
+        if both and released_by(before).get("model") != released_by(after).get("model"):
             yield "the ledger was closed twice, with two models: one of them was never trained by this run"
-    files = {"model": folder.model.name, "summary": folder.summary.name, "rounds": folder.rounds.name}
     for part, digest in folder.released().items():
         if closing.get(part) != digest:
-            yield f"{files[part]} is not what the ledger was closed with: it was changed, replaced or removed"
+            name = getattr(folder, part).name
+            yield f"{name} is not what the ledger was closed with: it was changed, replaced or removed"
 
 
 def _secrecy(books: Books, summary: RunSummary | None, statement: dict[str, Any]) -> Iterator[str]:
@@ -424,3 +439,34 @@ def _claim(books: Books, summary: RunSummary | None) -> Iterator[str]:
         )
     elif len(books.spends) == releases and total is not None and canonical(claimed) != canonical(total):
         yield f"summary.json claims epsilon {claimed:.6g}, the ledger's events give {total:.6g}"
+
+
+def _statement(folder: RunFolder, books: Books, statement: dict[str, Any], config: Config | None) -> Iterator[str]:
+    """Check what statement.json says of this run; earlier versions said less."""
+    summary = folder.read_summary()
+    if not statement or summary is None:
+        return
+    claim = summary.privacy
+    truth = {
+        "private": not claim.warning,
+        "epsilon": {name: math.inf if claim.unclaimed else books.epsilon(name) for name in ACCOUNTANTS},
+        "delta": books.budget.delta,
+        "clients": summary.clients,
+        "releases": len(books.spends),
+        "claim": to_json(replace(claim, ledger=None)),
+    }
+    truth |= {} if config is None else {"seed": config.seed, "config_hash": config_hash(config)}
+    if statement.get("runs_composed") == 1:
+        truth["total"] = dict(zip(("delta", "epsilon"), compose([books]), strict=True))
+    wrong = [*_differing(statement, json.loads(canonical(truth)))]
+    if wrong:
+        yield f"statement.json says something else of {', '.join(wrong)} than ledger and summary; make it again"
+
+
+def _differing(stated: dict[str, Any], truth: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key in sorted(truth.keys() & stated.keys()):
+        here, there = stated[key], truth[key]
+        if isinstance(here, dict) and isinstance(there, dict):
+            yield from _differing(here, there, f"{prefix}{key}.")
+        elif not _alike(here, there):
+            yield f"{prefix}{key}"
