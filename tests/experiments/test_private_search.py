@@ -346,6 +346,8 @@ def test_search__never_draws_again(tmp_path: Path) -> None:
     rng = trials.make_rng(None)
     first = trials._draw(search, tmp_path / "x-local-only", rng)
     assert all(trials._draw(search, tmp_path / "x-local-only", rng) == first for _ in range(5))
+    local = tmp_path / "x-local-only"  # the number of trials is secret
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (local, *local.iterdir()))
 
 
 @pytest.mark.parametrize("scoring", ["private", "public"])

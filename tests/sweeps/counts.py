@@ -17,9 +17,9 @@ from tests.sweeps.inputs import Inputs, inputs
 Judge = Callable[[Any], tuple[str, str] | None]
 KINDS = ("wedged", "underpaid", "traceback", "silently wrong", "unclear", "leaves files")
 WORDS = {"crashes": "Crash points", "damage": "Damaged files", "inputs": "Odd inputs"}
-_HEADER = "| | cases | wedged | underpaid | tracebacks | silently wrong | unclear, or files left | on |"
+_HEADER = "| | cases run | of | wedged | underpaid | tracebacks | silently wrong | unclear, or files left | on |"
 _ROW = re.compile(
-    r"^\| (crash points|damaged files|odd inputs): (.+?) \| ([\d,]+(?: \| [\d,]+){5} \| [\d-]+) \|$", re.MULTILINE
+    r"^\| (crash points|damaged files|odd inputs): (.+?) \| ([\d,]+(?: \| [\d,]+){6} \| [\d-]+) \|$", re.MULTILINE
 )
 MARKS = "<!-- counts of python -m tests.sweeps -->", "<!-- end of the counts -->"
 
@@ -64,6 +64,7 @@ class Tally:
     """How many cases of a part were judged, and what was found, by group."""
 
     part: str
+    there: Counter[str] = field(default_factory=Counter)  # cases that there are
     cases: Counter[str] = field(default_factory=Counter)
     findings: Counter[tuple[str, str]] = field(default_factory=Counter)  # (group, kind)
     first: dict[str, str] = field(default_factory=dict)  # kind: the first case
@@ -96,15 +97,15 @@ def renewed(page: str, tally: Tally, date: str) -> str:
         rows[part][group] = cells.replace(",", "").split(" | ")
     for group, count in tally.cases.items():
         found = [tally.findings[group, kind] for kind in KINDS]
-        numbers = [count, *found[:4], sum(found[4:])]
+        numbers = [count, tally.there[group], *found[:4], sum(found[4:])]
         rows[WORDS[tally.part].lower()][group] = [*map(str, numbers), date]
-    lines = [_HEADER, "|---|" + "--:|" * 7]
+    lines = [_HEADER, "|---|" + "--:|" * 8]
     for words in WORDS.values():
         groups = rows[words.lower()]
         for group, (*cells, day) in sorted(groups.items()):
             lines.append(f"| {words.lower()}: {group} | {' | '.join(f'{int(cell):,}' for cell in cells)} | {day} |")
         if groups:
-            sums = (sum(int(cells[column]) for cells in groups.values()) for column in range(6))
+            sums = (sum(int(cells[column]) for cells in groups.values()) for column in range(7))
             lines.append(f"| **{words}, together** | {' | '.join(f'{number:,}' for number in sums)} | |")
     return f"{before}{MARKS[0]}\n\n" + "\n".join(lines) + f"\n\n{MARKS[1]}{after}"
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,26 +169,26 @@ def test_page__reports_what_issue_25_asks_for() -> None:
     assert found["Crash points"] >= 2000
     assert found["Damaged files"] >= 5000
     assert found["Odd inputs"] >= 500
-    rows = re.findall(r"^\| .+? \| [\d,]+ \| (\d+(?: \| \d+){4}) \| [\d-]* ?\|$", page, re.MULTILINE)
+    rows = re.findall(r"^\| .+? \| [\d,]+ \| [\d,]+ \| (\d+(?: \| \d+){4}) \| [\d-]* ?\|$", page, re.MULTILINE)
     assert len(rows) > 30
     assert {*rows} == {"0 | 0 | 0 | 0 | 0"}
 
 
 def test_page__a_table_is_renewed_between_its_marks() -> None:
-    tally = Tally("damage")
+    tally = Tally("damage", Counter(votes=5, table=9))
     assert not tally.add(Case("votes", "x", "flip", 1), None)
     assert tally.add(Case("votes", "x", "flip", 2), ("traceback", "…"))
-    before = f"{MARKS[0]}\n| damaged files: table | 40 | 0 | 0 | 0 | 0 | 0 | 2026-01-01 |\n{MARKS[1]}"
+    before = f"{MARKS[0]}\n| damaged files: table | 40 | 41 | 0 | 0 | 0 | 0 | 0 | 2026-01-01 |\n{MARKS[1]}"
     page = renewed(before, tally, "2026-01-02")
-    assert "| damaged files: votes | 2 | 0 | 0 | 1 | 0 | 0 | 2026-01-02 |" in page
-    assert "| damaged files: table | 40 | 0 | 0 | 0 | 0 | 0 | 2026-01-01 |" in page
+    assert "| damaged files: votes | 2 | 5 | 0 | 0 | 1 | 0 | 0 | 2026-01-02 |" in page
+    assert "| damaged files: table | 40 | 41 | 0 | 0 | 0 | 0 | 0 | 2026-01-01 |" in page
     assert counted(page) == {"Damaged files": 42}
     assert renewed(page, tally, "2026-01-02") == page
 
 
 def test_page__holds_rows_of_the_sweeps_alone() -> None:
     """Rows of other tables once landed between the marks, and stayed there."""
-    row = "| odd inputs: tables | 1 | 0 | 0 | 0 | 0 | 0 | 2026-01-01 |"
+    row = "| odd inputs: tables | 1 | 1 | 0 | 0 | 0 | 0 | 0 | 2026-01-01 |"
     stray = f"{MARKS[0]}\n\n| command | what it does |\n{row}\n{MARKS[1]}"
     tally = Tally("crashes")
     tally.add(Point("audit", 0, "before"), None)
@@ -200,7 +201,9 @@ def test_page__holds_rows_of_the_sweeps_alone() -> None:
     ]
 
 
-def test_page__is_written_for_whole_groups_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--part", "inputs", "--count", "3", "--write", str(tmp_path / "page.md")])
-    assert "--write needs all cases" in capsys.readouterr().err
+def test_page__says_how_many_cases_there_are_beside_those_that_were_run(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("\n".join(MARKS))
+    assert main(["--part", "inputs", "--group", "arrays", "--count", "3", "--write", str(page)]) == 0
+    there = sum(odd.group == "arrays" for odd in inputs())
+    assert f"| odd inputs: arrays | 3 | {there:,} | 0 | 0 | 0 | 0 | 0 |" in page.read_text()

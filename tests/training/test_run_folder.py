@@ -8,6 +8,7 @@ import pytest
 
 import fedblur
 from fedblur.core import files
+from fedblur.core.callbacks import SAVED
 from fedblur.core.errors import PrivacyError, RunError
 from fedblur.experiments import search_runner
 from fedblur.experiments.private_search import make_search
@@ -201,6 +202,23 @@ def test_search__releases_no_trial_that_was_damaged_after_it_was_scored(
         shutil.rmtree(path)
     run_search(search, tmp_path / "out", Machine(), data)
     assert verify(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_stop__says_saved_once_all_that_was_paid_for_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """A second Ctrl-C, while the first one saves, was told that progress is saved."""
+
+    def stop(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    if again:
+        monkeypatch.setattr(RunFolder, "write_summary", stop)
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        fedblur.train(PRIVATE, out=tmp_path / "run", watch=stop)
+    assert (SAVED in getattr(stopped.value, "__notes__", ())) == (not again)
+    assert (tmp_path / "run" / "summary.json").exists() == (not again)
 
 
 def test_summary__without_any_figure_is_damaged(copy: Path) -> None:

@@ -57,10 +57,7 @@ class Gaussian(Event):
     noise_multiplier: float  # σ: noise std / clip norm S
 
     def __post_init__(self) -> None:
-        if not 0 <= self.noise_multiplier < MOST_NOISE:
-            raise PrivacyError(
-                f"noise_multiplier={self.noise_multiplier} must be finite, 0 or more and below {MOST_NOISE:.0e}"
-            )
+        _demand_noise(noise_multiplier=self.noise_multiplier)
 
 
 @event_kind("votes")
@@ -80,10 +77,7 @@ class Votes(Event):
     def __post_init__(self) -> None:
         if self.queries < 1 or self.checks < 0:
             raise PrivacyError(f"queries={self.queries} must be 1 or more and checks={self.checks} 0 or more")
-        if not (0 <= self.noise_std < MOST_NOISE and 0 <= self.check_noise_std < MOST_NOISE):
-            raise PrivacyError(
-                f"noise_std={self.noise_std}, {self.check_noise_std} must be finite, 0 or more and below {MOST_NOISE:.0e}"
-            )
+        _demand_noise(noise_std=self.noise_std, check_noise_std=self.check_noise_std)
 
     @property
     def noise_multiplier(self) -> float:
@@ -125,9 +119,14 @@ class Skellam(Event):
         _check_discrete(self.noise_std, self.sensitivity, self.dimension, self.bound)
 
 
+def _demand_noise(**noise: float) -> None:
+    for name, value in noise.items():
+        if not 0 <= value < MOST_NOISE:
+            raise PrivacyError(f"{name}={value} must be finite, 0 or more and below {MOST_NOISE:.0e}")
+
+
 def _check_discrete(noise_std: float, sensitivity: float, dimension: int, bound: str) -> None:
-    if not 0 <= noise_std < MOST_NOISE:
-        raise PrivacyError(f"noise_std={noise_std} must be finite, 0 or more and below {MOST_NOISE:.0e}")
+    _demand_noise(noise_std=noise_std)
     if not 0 < sensitivity < math.inf or dimension < 1:
         raise PrivacyError(f"sensitivity={sensitivity} and dimension={dimension} must be above 0")
     if bound not in ("tight", "general"):

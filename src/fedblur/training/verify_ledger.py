@@ -9,7 +9,7 @@
     closing     model, configuration, summary and rounds are what the ledger was closed with
     randomness  the ledger, config.json and the summary agree on where the noise came from: the system, or a seed
     budget      the releases are of one kind and within the budget
-    own parts   the summary names the mechanism and the sampler that are not FedBlur's, and their audit holds again
+    own parts   the summary names the parts that are not FedBlur's, and the audit of mechanism and sampler holds again
     claim       what the summary says of ε, noise, N and warnings is what follows from ledger and configuration
     statement   so is what statement.json says (its pages for people are not read)
 
@@ -313,18 +313,20 @@ def _source(books: Books, configured: str) -> str:
 
 
 def _own_parts(folder: RunFolder, books: Books, summary: RunSummary | None, config: Config | None) -> Iterator[str]:
-    """Check that a mechanism and a sampler of the user's own are named, and audit them again."""
+    """Check that all parts of the user's own are named, and audit a mechanism and a sampler again."""
     own = own_parts(config) if config is not None else ()
     subject = read_subject(books.chain)
-    if config is None or summary is None or subject is None or all(part.audit is None for part in own):
+    if config is None or summary is None or subject is None:
         return
+    if any(part.audit for part in own):
+        plan = replanned(folder, config, subject, summary)
+        own = audited(own, config, plan, summary.parameters, make_rng(None))
     named = {(part.kind, part.name, part.module): part for part in summary.privacy.own_parts or ()}
-    plan = replanned(folder, config, subject, summary)
-    for part in audited(own, config, plan, summary.parameters, make_rng(None)):
+    for part in own:
         stated = named.get((part.kind, part.name, part.module))
-        if part.audit is not None and stated is None:
+        if stated is None:
             yield f"summary.json does not say that {part.words} is not FedBlur's"
-        elif part.unclaimed and stated is not None and not stated.unclaimed:
+        elif part.unclaimed and not stated.unclaimed:
             yield f"summary.json says that {part.words} passed its audit; here it {part.audit}: {part.findings}"
     if summary.privacy.unclaimed and read_randomness(books.chain) == "operating system":
         yield "the ledger does not say that a part passed no audit, summary.json does"
