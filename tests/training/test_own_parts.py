@@ -181,6 +181,15 @@ def test_verify__audits_again_and_finds_a_claim_that_was_edited(tmp_path: Path) 
     assert any("does not say that mechanism 'nothing'" in finding for finding in verify(run))
 
 
+def test_verify__demands_that_every_own_part_is_named(tmp_path: Path) -> None:
+    run = fedblur.train(replace(SHORT, method="plain"), out=tmp_path / "run").path
+    assert verify(run) == []
+    summary = json.loads((run / "summary.json").read_text())
+    del summary["privacy"]["own_parts"]
+    (run / "summary.json").write_text(json.dumps(summary))
+    assert any("does not say that method 'plain'" in finding for finding in verify(run))
+
+
 def test_resume__audits_again(tmp_path: Path) -> None:
     config = replace(SHORT, rounds=4, checkpoint_every=1, mechanism="nothing")
 

@@ -122,7 +122,7 @@ class Skellam(Event):
 def _demand_noise(**noise: float) -> None:
     for name, value in noise.items():
         if not 0 <= value < MOST_NOISE:
-            raise PrivacyError(f"{name}={value} must be finite, 0 or more and below {MOST_NOISE:.0e}")
+            raise PrivacyError(f"{name}={value} must be 0 or more, finite, and below {MOST_NOISE:.0e}")
 
 
 def _check_discrete(noise_std: float, sensitivity: float, dimension: int, bound: str) -> None:
