@@ -78,6 +78,10 @@ class Chain:
         """The hash of the last line: it stands for the whole file."""
         return self.links[-1].hash if self.links else START
 
+    def begins_with(self, lines: Any, head: Any) -> bool:
+        """Return whether the first so many lines, of those that were read, end with this hash."""
+        return type(lines) is int and 0 < lines <= len(self.links) and self.links[lines - 1].hash == head
+
     def read(self) -> list[Link]:
         """Read all lines, including those that others wrote meanwhile."""
         with self._opened(os.O_RDONLY) as file:

@@ -73,6 +73,14 @@ def released_by(link: Link) -> dict[str, str]:
     return released
 
 
+def read_if_there(path: Path) -> Chain:
+    """Read a ledger; one that is not there has no lines."""
+    chain = Chain(path)
+    if path.exists():
+        chain.read()
+    return chain
+
+
 def open_ledger(path: Path) -> Chain:
     """Open a ledger to read it: whole, or an error that names the first bad line."""
     chain = Chain(path)
@@ -89,8 +97,7 @@ def demand_anchor(path: Path, anchor: Any, holder: str) -> None:
         raise RunError(f"{holder} names no ledger; it was made by an earlier version: start a new run")
     if type(anchor["lines"]) is not int or anchor["lines"] < 1 or not isinstance(anchor["head"], str):
         raise RunError(f"{holder} does not name its ledger as fedblur does; restore it from a copy")
-    links = Chain(path).read() if path.exists() else []
-    if len(links) < anchor["lines"] or links[anchor["lines"] - 1].hash != anchor["head"]:
+    if not read_if_there(path).begins_with(anchor["lines"], anchor["head"]):
         raise ChainError(
             f"{path} is not the ledger that {holder} remembers ({anchor['lines']} lines, {anchor['head'][:12]}…): "
             "it was cut or replaced, and what was spent is unknown; restore it from a copy"

@@ -78,7 +78,12 @@ def check_signature(chain: Chain, key: Path) -> list[str]:
         public.verify(base64.b64decode(str(stored.get("signature")), validate=True), _message(content))
     except (InvalidSignature, binascii.Error, ValueError):
         return ["the ledger's signature is not by this key: it was forged or damaged"]
-    return _continues(chain, content["lines"], content["head"], "signed")
+    lines, head = content["lines"], content["head"]
+    if not chain.begins_with(lines, head):
+        return [_another(lines, head, "signed")]
+    if lines < len(chain.links):
+        return [f"{len(chain.links) - lines} lines were added after the ledger was signed; sign it again"]
+    return []
 
 
 def seal(chain: Chain) -> str:
@@ -92,21 +97,15 @@ def check_seal(chain: Chain, text: str) -> list[str]:
     if found is None:
         raise ConfigError(f"seal={text.strip()[:80]!r} is not one; fedblur ledger seal RUN prints fedblur-seal-1:…")
     lines, head = int(found[1]), found[2]
-    if not 0 < lines <= len(chain.links) or chain.links[lines - 1].hash != head:
-        return [f"the ledger is not the one that was sealed ({lines} lines, {head[:12]}…): it was cut or rewritten"]
+    if not chain.begins_with(lines, head):
+        return [_another(lines, head, "sealed")]
     if chain.links[lines - 1].body.get("kind") == "close" and lines < len(chain.links):
         return [f"the ledger was closed when it was sealed, and {len(chain.links) - lines} lines were added since"]
     return []
 
 
-def _continues(chain: Chain, lines: Any, head: Any, what: str) -> list[str]:
-    if type(lines) is not int or not 0 < lines <= len(chain.links) or chain.links[lines - 1].hash != head:
-        return [
-            f"the ledger is not the one that was {what} ({lines} lines, {str(head)[:12]}…): it was cut or rewritten"
-        ]
-    if lines < len(chain.links):
-        return [f"{len(chain.links) - lines} lines were added after the ledger was {what}; sign it again"]
-    return []
+def _another(lines: Any, head: Any, what: str) -> str:
+    return f"the ledger is not the one that was {what} ({lines} lines, {str(head)[:12]}…): it was cut or rewritten"
 
 
 def _message(content: dict[str, Any]) -> bytes:

@@ -53,8 +53,8 @@ from fedblur.core.files import (
 from fedblur.data.population import Federation
 from fedblur.privacy.claim import Claim, from_json, to_json, why_not_private
 from fedblur.privacy.events import PrivateSelection
-from fedblur.privacy.ledger import Chain, cut_release, randomness_of, read_randomness, read_spends
-from fedblur.privacy.ledger_file import close_ledger, read_closing, read_subject
+from fedblur.privacy.ledger import cut_release, randomness_of, read_randomness, read_spends
+from fedblur.privacy.ledger_file import close_ledger, read_closing, read_if_there, read_subject
 from fedblur.training.checkpoint import has_checkpoint
 
 Stage = Literal["empty", "prepared", "begun", "complete", "search", "broken"]
@@ -142,18 +142,15 @@ class RunFolder:
 
     def stage(self) -> Stage:
         """Return how far the run has come. Raise a RunError where the ledger is damaged."""
-        spends, torn = [], False
-        if self.ledger.exists():
-            chain = Chain(self.ledger)
-            spends = read_spends(chain.read())
-            torn = cut_release(chain)
+        chain = read_if_there(self.ledger)
+        spends = read_spends(chain.links)
         if any(isinstance(event, PrivateSelection) for _, event in spends):
             return "search"
         if self.complete:
             return "complete"
         if has_checkpoint(self.checkpoints):
             return "begun"
-        if spends or torn:
+        if spends or cut_release(chain):
             return "broken"
         return "prepared" if self.config.exists() else "empty"
 
@@ -306,8 +303,7 @@ class RunFolder:
         return True
 
     def _is_closed_with_this_model(self) -> bool:
-        chain = Chain(self.ledger)
-        closing = read_closing(chain) if self.ledger.exists() and chain.read() else None
+        closing = read_closing(read_if_there(self.ledger))
         return closing is not None and closing.get("model") == self.released()["model"]
 
     def model_round(self) -> int:
@@ -344,12 +340,8 @@ class RunFolder:
         return None if summary is None else self._derived(summary)
 
     def _derived(self, summary: RunSummary) -> RunSummary:
-        resolved = read_json_if_there(self.config) or {}
-        chain = Chain(self.ledger)
-        subject, recorded = None, None
-        if self.ledger.exists():
-            chain.read()
-            subject, recorded = read_subject(chain), read_randomness(chain)
+        resolved, chain = read_json_if_there(self.config) or {}, read_if_there(self.ledger)
+        subject, recorded = read_subject(chain), read_randomness(chain)
         sigma = summary.privacy.noise_multiplier if subject is None else subject.noise_multiplier
         seeded = "seed" in (recorded, "seed" in resolved and randomness_of(resolved["seed"]))
         reason = summary.privacy.unclaimed or (NO_AUDIT if recorded == "unaudited part" else None)
@@ -379,16 +371,13 @@ class RunFolder:
             table["figures"] = {name: table["figures"][name] for name in summary.figures}
         # private: it holds local_only figures, each client's own accuracy among them
         write_atomically(self.summary, (json.dumps(table, indent=2) + "\n").encode(), private=True)
-        if summary.privacy.selection is not None or self._names_its_subject():  # not one of version 0.2
+        bound = read_subject(read_if_there(self.ledger)) is not None  # not one of version 0.2
+        if summary.privacy.selection is not None or bound:
             sync_file(self.rounds)  # or a power failure takes rows that the closing line stands for
             close_ledger(self.ledger, self.released())
         if summary.privacy.selection is None:
             for notify in RUN_ENDED:
                 notify(self.path)
-
-    def _names_its_subject(self) -> bool:
-        chain = Chain(self.ledger)
-        return self.ledger.exists() and bool(chain.read()) and read_subject(chain) is not None
 
     def released(self) -> dict[str, str]:
         """Return the SHA-256 of model and configuration, and of summary and rounds without what must not leave."""
