@@ -216,8 +216,7 @@ class Correlated(Event, ABC):
     noise_multiplier: float  # σ of z
 
     def __post_init__(self) -> None:
-        if not 0 <= self.noise_multiplier < math.inf:
-            raise PrivacyError(f"noise_multiplier={self.noise_multiplier} must be 0 or more and finite")
+        _demand_noise(noise_multiplier=self.noise_multiplier)
         _ = self.matrix  # which refuses coefficients that are none
 
     @property

@@ -78,10 +78,6 @@ class Chain:
         """The hash of the last line: it stands for the whole file."""
         return self.links[-1].hash if self.links else START
 
-    def begins_with(self, lines: Any, head: Any) -> bool:
-        """Return whether the first so many lines, of those that were read, end with this hash."""
-        return type(lines) is int and 0 < lines <= len(self.links) and self.links[lines - 1].hash == head
-
     def read(self) -> list[Link]:
         """Read all lines, including those that others wrote meanwhile."""
         with self._opened(os.O_RDONLY) as file:
@@ -432,13 +428,11 @@ class Payment:
 def read_budget(chain: Chain) -> tuple[Budget, str]:
     """Read the budget that a ledger was opened for, and the hash of its configuration."""
     body = chain.links[0].body if chain.links else {}
-    try:
+    with contextlib.suppress(KeyError, TypeError, ValueError):
         budget = Budget(float(body["epsilon"]), body["delta"], body["accountant"], body["rounds"])
         kinds = type(budget.delta), type(budget.accountant), type(budget.rounds), type(body["about"])
         if kinds == (float, str, int, str):
             return budget, body["about"]
-    except (KeyError, TypeError, ValueError):
-        pass
     raise ChainError(f"{chain.path} does not begin with a budget; it is not a ledger of this version")
 
 
@@ -459,13 +453,11 @@ def randomness_of(seed: int | None, unaudited: bool = False) -> Randomness:
 
 def read_spends(links: list[Link]) -> list[tuple[int, events.Event]]:
     """Read (round, event) of every release, in order; an unknown event or line is refused."""
-    try:
+    with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError):
         spends = [link.body for link in links if kind_of(link) == "spend"]
         found = [(body["round"], events.from_json(body["event"])) for body in spends]
         if all(type(round_) is int for round_, _ in found):
             return found
-    except (KeyError, TypeError, ValueError, RecursionError):
-        pass
     raise ChainError("a line of the ledger is no release; it was not written by this version")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,11 @@ def read_subject(chain: Chain) -> Subject | None:
     stored = chain.links[0].body.get("subject") if chain.links else None
     if stored is None:
         return None
-    try:
+    with contextlib.suppress(TypeError):
         subject = Subject(**stored)
         kinds = [type(value) for value in (subject.config, subject.unit, subject.clients, subject.event)]
         if kinds == [str, str, int, dict] and type(subject.noise_multiplier) in (int, float):
             return subject
-    except TypeError:
-        pass
     raise ChainError(f"{chain.path} does not say what it is about; it is not a ledger of this version")
 
 
@@ -73,6 +72,11 @@ def released_by(link: Link) -> dict[str, str]:
     return released
 
 
+def begins_with(chain: Chain, lines: Any, head: Any) -> bool:
+    """Return whether the first so many lines, of those that were read, end with this hash."""
+    return type(lines) is int and 0 < lines <= len(chain.links) and chain.links[lines - 1].hash == head
+
+
 def read_if_there(path: Path) -> Chain:
     """Read a ledger; one that is not there has no lines."""
     chain = Chain(path)
@@ -97,7 +101,7 @@ def demand_anchor(path: Path, anchor: Any, holder: str) -> None:
         raise RunError(f"{holder} names no ledger; it was made by an earlier version: start a new run")
     if type(anchor["lines"]) is not int or anchor["lines"] < 1 or not isinstance(anchor["head"], str):
         raise RunError(f"{holder} does not name its ledger as fedblur does; restore it from a copy")
-    if not read_if_there(path).begins_with(anchor["lines"], anchor["head"]):
+    if not begins_with(read_if_there(path), anchor["lines"], anchor["head"]):
         raise ChainError(
             f"{path} is not the ledger that {holder} remembers ({anchor['lines']} lines, {anchor['head'][:12]}…): "
             "it was cut or replaced, and what was spent is unknown; restore it from a copy"

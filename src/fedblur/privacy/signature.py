@@ -25,6 +25,7 @@ from fedblur.core.config import canonical
 from fedblur.core.errors import ConfigError, RunError
 from fedblur.core.files import read_bytes, read_json_if_there, write_atomically
 from fedblur.privacy.ledger import Chain, now
+from fedblur.privacy.ledger_file import begins_with
 
 FILE = "ledger.signature.json"  # beside the ledger
 _CONTEXT = b"fedblur ledger signature, version 1\n"  # no other message of this key can be taken for a signature here
@@ -79,7 +80,7 @@ def check_signature(chain: Chain, key: Path) -> list[str]:
     except (InvalidSignature, binascii.Error, ValueError):
         return ["the ledger's signature is not by this key: it was forged or damaged"]
     lines, head = content["lines"], content["head"]
-    if not chain.begins_with(lines, head):
+    if not begins_with(chain, lines, head):
         return [_another(lines, head, "signed")]
     if lines < len(chain.links):
         return [f"{len(chain.links) - lines} lines were added after the ledger was signed; sign it again"]
@@ -97,7 +98,7 @@ def check_seal(chain: Chain, text: str) -> list[str]:
     if found is None:
         raise ConfigError(f"seal={text.strip()[:80]!r} is not one; fedblur ledger seal RUN prints fedblur-seal-1:…")
     lines, head = int(found[1]), found[2]
-    if not chain.begins_with(lines, head):
+    if not begins_with(chain, lines, head):
         return [_another(lines, head, "sealed")]
     if chain.links[lines - 1].body.get("kind") == "close" and lines < len(chain.links):
         return [f"the ledger was closed when it was sealed, and {len(chain.links) - lines} lines were added since"]
