@@ -79,7 +79,8 @@ def check_signature(chain: Chain, key: Path) -> list[str]:
         public.verify(base64.b64decode(str(stored.get("signature")), validate=True), _message(content))
     except (InvalidSignature, binascii.Error, ValueError):
         return ["the ledger's signature is not by this key: it was forged or damaged"]
-    lines, head = content["lines"], content["head"]
+    lines: Any = content["lines"]
+    head = content["head"]
     if not begins_with(chain, lines, head):
         return [_another(lines, head, "signed")]
     if lines < len(chain.links):
