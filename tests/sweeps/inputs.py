@@ -82,7 +82,9 @@ def _settings() -> Iterator[Input]:
             shown = value if len(value) < 60 else f"{value[:20]}…"
             clash = ("--set", "noise_multiplier=inf") if key == "epsilon" else ()
             yield Input(
-                f"run --set {key}={shown}", (*_RUN, *clash[:0], "--set", f"{key}={value}"), names=key.split(".")[-1]
+                f"run --set {key}={shown}",
+                (*_RUN, *clash[:0], "--set", f"{key}={value}"),
+                names={"metrics": "metric"}.get(key, key.split(".")[-1]),  # one of them may be named alone
             )
     for value in VALUES:  # a target instead of a noise level
         text = FILES["private.toml"].replace("noise_multiplier = 1.0", f"epsilon = {value}")

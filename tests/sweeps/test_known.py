@@ -142,6 +142,7 @@ def _toml(text: str, command: str = "run") -> Callable[[Path], list[str]]:
         (_toml("rows = 3", "table"), "rows = 3"),
         (_set("--set", "local.steps.x=1"), "local.steps.x"),
         (_toml("method = 3\n", "run"), "method=3"),
+        (_toml("metrics = 3\n", "run"), "metrics=3 must be a name or a list of parts, like metrics ="),
         (lambda world: [*_toml("method = 3\n")(world), "--set", "method.blur.strength=1"], "method=3"),
     ],
 )

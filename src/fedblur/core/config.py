@@ -115,7 +115,7 @@ class Config:
         check_types(self)
         for f in fields(self):
             if "part" in f.metadata:
-                value = convert_part(f.metadata["part"], getattr(self, f.name), f.metadata["many"])
+                value = convert_part(f.metadata["part"], getattr(self, f.name), f.metadata["many"], f.name)
                 demand(
                     value is not None or f.default is None, f.name, value, f"must be set; the default is {f.default!r}"
                 )

@@ -164,7 +164,7 @@ def check_types(part: Any, prefix: str = "") -> None:
 def _convert(field: dataclasses.Field[Any], hint: Any, value: Any, prefix: str) -> Any:
     kind = field.metadata.get("part")
     if kind is not None:
-        return convert_part(kind, value, many=field.metadata.get("many", False))
+        return convert_part(kind, value, many=field.metadata.get("many", False), key=field.name)
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
         return from_table(typing.cast(type, hint), value, f"{prefix}{field.name}.")
     kinds = {hint, *typing.get_args(hint)}
@@ -189,25 +189,26 @@ def _check_size(value: Any, name: str, part: bool) -> None:
         raise ConfigError(f"{name}={value} {what}")
 
 
-def convert_part(kind: Kind, value: Any, many: bool = False) -> Any:
-    """Convert a field's value to a part, or to several if the field holds `many`."""
+def convert_part(kind: Kind, value: Any, many: bool = False, key: str = "") -> Any:
+    """Convert a field's value to a part, or to several if the field holds `many`. `key`: the field, for errors."""
+    key = key or kind
     if value is None:
         return None
     if not many:
         return build(kind, value)
     if isinstance(value, str):  # "blur+lus", as typed on the command line; DP-FedAvg is the empty list
         if re.search(r"\w[\s,;/&]+\w", value):
-            raise ConfigError(f'{kind}={value!r}: join several with a plus, like {kind} = "blur+lus"')
+            raise ConfigError(f'{key}={value!r}: join several with a plus, like {key} = "blur+lus"')
         value = [word.strip() for word in value.split("+") if word.strip() != "dp-fedavg"]
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, list | tuple):
-        raise ConfigError(f"{kind}={value!r} must be a name or a list of parts, like {kind} = {example(kind)}")
+        raise ConfigError(f"{key}={value!r} must be a name or a list of parts, like {key} = {example(kind)}")
     built = tuple(build(kind, item) for item in value)
     names = [item.part_name for item in built]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ConfigError(f"{kind}={value!r} names {twice!r} twice; name it once")
+        raise ConfigError(f"{key}={value!r} names {twice!r} twice; name it once")
     return built
 
 
