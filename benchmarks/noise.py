@@ -188,7 +188,8 @@ def table(results: dict[str, Any]) -> str:
     lines += [
         "",
         "A private round of CNN-B (8 clients × 5 steps × batch 64) takes "
-        f"{results['round']['private ÷ seeded']:.2f} times as long as a seeded one (median of 9 pairs, in turns).",
+        f"{results['round']['private ÷ seeded']:.2f} times as long as a seeded one (median of 9 pairs, in turns), and "
+        f"with correlated noise of four buffers {results['round']['BLT ÷ private']:.2f} times as long as that.",
     ]
     if results["other_work_percent"] > BUSY:
         lines += ["", f"The machine was busy with other work ({results['other_work_percent']:.0f} %): rough figures."]
