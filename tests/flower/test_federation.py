@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -9,13 +10,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import Message
 from safetensors.torch import load_file
 
 from fedblur.core.errors import ConfigError, PrivacyError, RunError
+from fedblur.flower import node_training
 from fedblur.flower.settings import Settings
+from fedblur.privacy.ledger import Chain
+from fedblur.privacy.participation import MinSeparationSampler
+from fedblur.training.run_folder import RunFolder
 from tests.flower.world import SECURE, LoopGrid, Lost, deployment, federated, paid_rounds, simulated, weights
 
 SETTINGS = [
@@ -36,6 +42,48 @@ def test_central__gives_the_simulators_model(tmp_path: Path, changes: dict) -> N
     assert float((weights(run) - weights(plain)).abs().max()) < 1e-6
     assert run.summary["privacy"]["epsilon"] == plain.summary["privacy"]["epsilon"]
     assert run.summary["privacy"]["warning"] == "NOT PRIVATE: seeded"
+
+
+SCHEDULES = [
+    {"sampling": {"name": "min_separation", "rounds": 2}, "sample_rate": 0.5, "rounds": 5},
+    {"sampling": {"name": "in_turn", "groups": 2}, "sample_rate": 0.5, "rounds": 4},
+    {"sampling": {"name": "cyclic", "groups": 2}, "sample_rate": 0.3, "rounds": 4},
+]
+
+
+@pytest.mark.parametrize("changes", SCHEDULES, ids=lambda changes: changes["sampling"]["name"])
+def test_central__nodes_take_turns_as_simulated_clients_do(tmp_path: Path, changes: dict) -> None:
+    task = deployment(tmp_path, 4, **changes)
+    grid = LoopGrid(task, 4, "central")
+    run = federated(task, grid, tmp_path / "run", "central")
+    plain = simulated(task, tmp_path / "plain")
+    assert float((weights(run) - weights(plain)).abs().max()) < 1e-6
+    asked: dict[int, list[int]] = {}
+    for message in grid.asked:
+        asked.setdefault(message.metadata.dst_node_id, []).append(int(message.metadata.group_id))
+    assert all(b - a >= 2 for rounds in asked.values() for a, b in itertools.pairwise(rounds))
+    assert "zero-out" in run.summary["privacy"]["adjacency"]
+    if changes["sampling"]["name"] == "min_separation":
+        assert sum(map(len, asked.values())) == 10  # two of four nodes in each of five rounds
+        records = [Chain(RunFolder(each.path).participation).read()[1:] for each in (run, plain)]
+        assert [link.body for link in records[0]] == [link.body for link in records[1]]
+
+
+def test_central__a_node_that_is_asked_too_early_does_not_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that forgot its record asks the same two nodes in every round; they answer every other one."""
+    task = deployment(tmp_path, 4, seed=None, **SCHEDULES[0])
+    monkeypatch.setattr(MinSeparationSampler, "may", lambda self, number, past: np.ones(4, dtype=bool))
+    monkeypatch.setattr(MinSeparationSampler, "chosen", lambda self, number, past, rng: np.array([0, 1]))
+    trained = []
+    inside = node_training.update
+    monkeypatch.setattr(node_training, "update", lambda *given: trained.append((given[2], given[3])) or inside(*given))
+    federated(task, LoopGrid(task, 4, "central"), tmp_path / "run", "central")
+    rounds = {node: [round_ for which, round_ in trained if which == node] for node, _ in trained}
+    assert set(rounds) == {100, 101}
+    assert all(b - a >= 2 for each in rounds.values() for a, b in itertools.pairwise(each))
+    assert all(each[0] == 1 for each in rounds.values())
 
 
 @pytest.mark.parametrize("changes", SETTINGS[2:5], ids=lambda changes: "+".join(changes))

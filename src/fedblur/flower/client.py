@@ -33,12 +33,13 @@ class Question:
         self.round_, self.nonce = self.values["round"], self.values["nonce"]
         self.run = context.run_id
 
-    def open_round(self) -> None:
-        """Refuse a round that was answered before: rounds only go forward."""
+    def open_round(self) -> int:
+        """Refuse a round that was answered before: rounds only go forward. Return the one before it, 0 for none."""
         memory = self.context.state.config_records
         last = memory[_ROUNDS]["last"] if _ROUNDS in memory else 0
         demand(isinstance(last, int) and self.round_ > last, f"round {self.round_} was answered, or is over")
         memory[_ROUNDS] = ConfigRecord({"last": self.round_})
+        return last
 
     def member(self) -> Member:
         memory = self.context.state.config_records
@@ -83,8 +84,8 @@ def _update(deployment: Deployment, question: Question) -> Said:
     """Return the clipped update, for a server that is trusted with it (`central`)."""
     from fedblur.flower import node_training
 
-    question.open_round()
-    node = question.context.node_config
+    last, node = question.open_round(), question.context.node_config
+    node_training.demand_distance(deployment, question.round_, last)
     told, arrays = question.values, question.arrays
     update = node_training.update(deployment, node, question.context.node_id, question.round_, told, arrays)
     return {}, {"update": update}

@@ -96,6 +96,13 @@ def _trained(
     return config, job, block.bounded
 
 
+def demand_distance(deployment: Deployment, round_: int, last: int) -> None:
+    """Refuse to take part sooner after round `last` than the sampling says: a node counts its own rounds too."""
+    distance = getattr(deployment.configuration().sampling, "separation", 1)
+    if last and round_ < last + distance:
+        raise Refused(f"round {round_} comes too early: this node took part in round {last}, and waits {distance}")
+
+
 def _demand_told(config: Config, round_: int, told: Mapping[str, Any]) -> None:
     """Refuse a question that disagrees with this node's own configuration."""
     sigma, clip_norm = told["noise_multiplier"], told["clip_norm"]

@@ -330,6 +330,10 @@ class MinSeparation:
         demand(self.rounds >= 1, "sampling.rounds", self.rounds, "must be 1 or more")
         demand(self.at_most >= 0, "sampling.at_most", self.at_most, "must be 0 (no limit) or more")
 
+    @property
+    def separation(self) -> int:
+        return self.rounds
+
     def sampler(self, clients: int, rate: float) -> Sampler:
         check_population(clients, rate)
         size = round(rate * clients)
@@ -355,6 +359,10 @@ class Turns:
     def __post_init__(self) -> None:
         demand(self.groups >= 1, "sampling.groups", self.groups, "must be 1 or more")
 
+    @property
+    def separation(self) -> int:
+        return self.groups
+
     def sampler(self, clients: int, rate: float) -> Sampler:
         check_population(clients, rate)
         if not math.isclose(rate * self.groups, 1, rel_tol=1e-6):
@@ -376,6 +384,10 @@ class Cyclic:
 
     def __post_init__(self) -> None:
         demand(self.groups >= 1, "sampling.groups", self.groups, "must be 1 or more")
+
+    @property
+    def separation(self) -> int:
+        return self.groups
 
     def sampler(self, clients: int, rate: float) -> Sampler:
         check_population(clients, rate)
