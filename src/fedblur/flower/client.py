@@ -37,7 +37,8 @@ class Question:
         """Refuse a round that was answered before: rounds only go forward. Return the one before it, 0 for none."""
         memory = self.context.state.config_records
         last = memory[_ROUNDS]["last"] if _ROUNDS in memory else 0
-        demand(isinstance(last, int) and self.round_ > last, f"round {self.round_} was answered, or is over")
+        if not isinstance(last, int) or self.round_ <= last:
+            raise wire.Refused(f"round {self.round_} was answered, or is over")
         memory[_ROUNDS] = ConfigRecord({"last": self.round_})
         return last
 
