@@ -378,3 +378,13 @@ def test_part__comes_back_from_a_run_folder_with_its_schema(tmp_path: Path) -> N
         load_federation({**part, "schema": schema}, partition="iid")
     with pytest.raises(ConfigError, match="needs a file"):
         load_federation("table")
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["its metadata say so", "counted"])
+def test_table__of_far_too_many_rows_is_refused(known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of 11 MB stood for a billion rows, and took all memory."""
+    monkeypatch.setattr("fedblur.data.table._MOST_ROWS", 599)
+    path = tmp_path / ("a.parquet" if known else "a.csv")
+    frame().to_parquet(path) if known else frame().to_csv(path, index=False)
+    with pytest.raises(DataError, match="has more than 599 rows, which is the limit"):
+        fedblur.federation_from_table(path, "reader", "liked", features=["age"], schema=SCHEMA)

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 import fedblur
 from fedblur.cli.app import app
+from fedblur.cli.errors import end_of_a_bug
 from fedblur.core.errors import DataError, DivergedError, ModelError, PrivacyError
 
 QUICK = ["--rounds", "3", "--quiet", "--seed", "1"]
@@ -234,3 +235,12 @@ def test_full_disk__keeps_the_last_checkpoint(file: str, tmp_path: Path, monkeyp
 
 def test_diverged_error_is_a_user_error() -> None:
     assert issubclass(DivergedError, fedblur.FedBlurError)
+
+
+def test_memory__that_is_full_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        end_of_a_bug(MemoryError("malloc of size 524352 failed"))
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: the memory of this machine or process is full; use fewer rows")
+    assert "Traceback" not in said

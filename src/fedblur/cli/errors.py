@@ -48,8 +48,10 @@ def _guess(error: click.UsageError) -> str:
 
 
 def end_of_a_bug(error: Exception) -> None:
-    """Print an unexpected error's traceback and ask for a report; print one line if a user's plugin raised it."""
+    """Print an unexpected error's traceback and ask for a report; print one line if the user can do something."""
     own = blame(error)
+    if isinstance(error, MemoryError):  # also pyarrow's
+        own = own or "the memory of this machine or process is full; use fewer rows or a smaller model, or give it more"
     if own:
         say(f"error: {own}")
         sys.exit(BAD_INPUT)

@@ -44,6 +44,7 @@ from fedblur.data.table_source import Table, arrow, open_table
 
 Split = Literal["rows", "users"]
 _WORDS = 1024  # features of a text column that no schema describes
+_MOST_ROWS = 2**28  # a small file can stand for any number of rows
 _TRAIN, _VALIDATION, _TEST, _NOWHERE = range(4)
 
 
@@ -364,6 +365,8 @@ class Reading:
         for batch in self.table.batches(columns, {name: self.types[name] for name in columns if name in self.types}):
             yield batch
             done += batch.num_rows
+            if max(done, self.table.rows or 0) > _MOST_ROWS:
+                raise DataError(f"{self.table.name} has more than {_MOST_ROWS:,} rows, which is the limit; give a part")
             for show in LOADING:
                 show(f"{what} of {Path(self.table.name).name}", done, self.table.rows)
 
