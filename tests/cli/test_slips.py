@@ -155,3 +155,12 @@ def test_stop__says_how_to_continue(command: str, words: str, grid: Path, monkey
     output = invoke(command, *given, status=130)
     assert "saved" not in output
     assert ("rerun the command" if command == "table" else "fedblur resume continues it") in output
+
+
+def test_stop__of_a_command_that_trains_nothing_speaks_of_no_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*args, **named):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedblur.cli.plan.outlook", stop)
+    given = ["--clients", "100", "--sample-rate", "0.1", "--rounds", "5", "--epsilon", "2"]
+    assert invoke("plan", *given, status=130) == "stopped\n"

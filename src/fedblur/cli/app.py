@@ -54,6 +54,7 @@ COMMANDS = {
     "deploy": ("deploy:app", "Deploy a real federation over Flower: TLS, keys for nodes, secure sums."),
 }
 _REPEATABLE = {"table", "tune", "audit"}  # to continue, run the same command again
+_TRAINING = {"run", "resume"}
 _MARKUP: Literal["markdown"] = "markdown"  # of help texts: it reflows paragraphs, and leaves [base] alone
 T = TypeVar("T")
 
@@ -137,6 +138,8 @@ def _stopped(command: str, saved: str) -> str:
         return f"stopped{f': {SAVED}' if saved else ''}; rerun the command to continue"
     if saved:
         return f"stopped: {SAVED}; to continue: fedblur resume {saved.removeprefix(f'{SAVED} in ')}"
+    if command not in _TRAINING:
+        return "stopped"
     return (
         "stopped at once: rounds after the last checkpoint are lost, their releases stay in the ledger; if the run had "
         "begun, fedblur resume continues it"
