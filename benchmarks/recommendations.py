@@ -16,7 +16,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,15 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "recommendations.json"
 EPSILONS = (math.inf, 8.0, 2.0)
 SEEDS = (0, 1, 2)
+RATING_BASELINES = (
+    "the site's public mean rating, nothing learned",
+    "title means",
+    "least squares on the public features",
+    "the site's public mean rating, and each user's mean of what is left",
+    "title means and user means",
+    "least squares and user means",
+)
+GAME_BASELINES = ("names alike, nothing learned", "popularity", "EASE, all pairs of games")
 
 Figures = dict[str, float]
 
@@ -37,7 +47,9 @@ def ratings(folder: Path, evaluate: str) -> Iterator[tuple[str, float | None, in
     from examples import ratings as example
 
     data = example.load(folder)
-    yield from ((name, None, None, found.copy) for name, found in _rating_baselines(example, data, evaluate).items())
+    baselines = cache(partial(_rating_baselines, example, data, evaluate))
+    for name in RATING_BASELINES:
+        yield name, None, None, lambda name=name: baselines()[name]  # type: ignore[misc]
     for name in example.MODELS:
         for seed in SEEDS:
             for epsilon in EPSILONS:
@@ -72,14 +84,8 @@ def _rating_baselines(example: Any, data: Any, evaluate: str) -> dict[str, Figur
     def with_own(predicted: np.ndarray) -> Figures:
         return error(predicted + means(data.users[train], (data.stars - predicted)[train], users)[data.users])
 
-    return {
-        "the site's public mean rating, nothing learned": error(site),
-        "title means": error(title),
-        "least squares on the public features": error(squares),
-        "the site's public mean rating, and each user's mean of what is left": with_own(site),
-        "title means and user means": with_own(title),
-        "least squares and user means": with_own(squares),
-    }
+    figures = [error(site), error(title), error(squares), with_own(site), with_own(title), with_own(squares)]
+    return dict(zip(RATING_BASELINES, figures, strict=True))
 
 
 def next_game(folder: Path, evaluate: str) -> Iterator[tuple[str, float | None, int | None, Callable[[], Figures]]]:
@@ -87,7 +93,9 @@ def next_game(folder: Path, evaluate: str) -> Iterator[tuple[str, float | None, 
     from examples import next_game as example
 
     data = example.load(folder)
-    yield from ((name, None, None, found.copy) for name, found in _game_baselines(example, data, evaluate).items())
+    baselines = cache(partial(_game_baselines, example, data, evaluate))
+    for name in GAME_BASELINES:
+        yield name, None, None, lambda name=name: baselines()[name]  # type: ignore[misc]
     for name in example.MODELS:
         for seed in SEEDS:
             for epsilon in EPSILONS:
@@ -127,24 +135,22 @@ def _game_baselines(example: Any, data: Any, evaluate: str) -> dict[str, Figures
     inverse = np.linalg.inv(together)
     weights = -inverse / np.diag(inverse)  # EASE (Steck 2019): a linear model of all pairs of games
     np.fill_diagonal(weights, 0)
-    return {
-        "names alike, nothing learned": measure(names),
-        "popularity": measure(np.broadcast_to(bought, (len(tested), games))),
-        "EASE, all pairs of games": measure(owned[tested] @ weights),
-    }
+    popular = np.broadcast_to(bought, (len(tested), games))
+    figures = [measure(names), measure(popular), measure(owned[tested] @ weights)]
+    return dict(zip(GAME_BASELINES, figures, strict=True))
 
 
 STUDIES = {"ratings": ratings, "next-game": next_game}
 COLUMNS = {"ratings": {"rmse": "RMSE"}, "next-game": {"hit_rate": "hit rate at 10", "ndcg": "NDCG at 10"}}
 
 
-def run_study(study: str, folder: Path, evaluate: str, kept: Path, only: str | None = None) -> None:
+def run_study(study: str, folder: Path, evaluate: str, kept: Path, only: str | None, seeds: Sequence[int]) -> None:
     """Measure what is missing. Figures on validation data, for tuning, are shown and not kept."""
     rows = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() and evaluate == "test" else []
     there = {(row["study"], row["name"], row["epsilon"], row["seed"]) for row in rows}
     for name, epsilon, seed, measure in STUDIES[study](folder, evaluate):
         shown = "inf" if epsilon == math.inf else epsilon
-        if (study, name, shown, seed) in there or only not in (None, name):
+        if (study, name, shown, seed) in there or only not in (None, name) or seed not in (None, *seeds):
             continue
         before = time.process_time()
         figures = {key: round(value, 5) for key, value in measure().items()}
@@ -158,22 +164,24 @@ def run_study(study: str, folder: Path, evaluate: str, kept: Path, only: str | N
 def table(study: str, kept: Path) -> str:
     """Return a study's results: the mean over seeds, ± its standard error."""
     rows = [row for row in json.loads(kept.read_text(encoding="utf-8")) if row["study"] == study]
-    lines = [f"| | {' | '.join(f'{words}, ε = {e}' for words in COLUMNS[study].values() for e in ('∞', 8, 2))} |"]
-    lines.append("|---|" + "---|" * (3 * len(COLUMNS[study])))
+    columns = [(f"{words}, {shown}", column, epsilon) for column, words in COLUMNS[study].items()
+               for shown, epsilon in (("ε = ∞", "inf"), ("ε = 8", 8.0), ("ε = 2", 2.0))]  # fmt: skip
+    lines = [f"| | shared parameters | {' | '.join(title for title, _, _ in columns)} |"]
+    lines.append("|---|---|" + "---|" * len(columns))
     for name in dict.fromkeys(row["name"] for row in rows):
-        cells = []
-        for column in COLUMNS[study]:
-            for epsilon in ("inf", 8.0, 2.0):
-                wanted = (epsilon, None) if epsilon == "inf" else (epsilon,)
-                found = [row[column] for row in rows if row["name"] == name and row["epsilon"] in wanted]
-                cells.append(_mean(found) if found else "–")
+        mine = [row for row in rows if row["name"] == name]
+        cells = [f"{mine[0]['parameters']:,.0f}" if "parameters" in mine[0] else "–"]
+        for _, column, epsilon in columns:
+            wanted = (epsilon, None) if epsilon == "inf" else (epsilon,)  # what has no ε has no noise
+            found = [row[column] for row in mine if row["epsilon"] in wanted]
+            cells.append(_mean(found) if found else "–")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def _mean(values: list[float]) -> str:
-    mean = f"{statistics.mean(values):.3f}"
-    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values) / len(values) ** 0.5:.3f}"
+    mean = f"{statistics.mean(values):.4f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values) / len(values) ** 0.5:.4f}"
 
 
 def main() -> None:
@@ -183,12 +191,13 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="the folder with the real files")
     parser.add_argument("--evaluate", choices=["test", "validation"], default="test")
     parser.add_argument("--only", help="a single row, by its name")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args()
     if given.study != "show":
         if given.data is None:
             parser.error("--data FOLDER says where the files are")
-        run_study(given.study, given.data, given.evaluate, given.results, given.only)
+        run_study(given.study, given.data, given.evaluate, given.results, given.only, given.seeds)
     for study in STUDIES if given.study == "show" or given.evaluate == "test" else ():
         print(f"\n{study}\n\n{table(study, given.results)}")
 

@@ -4,7 +4,7 @@ import importlib.util
 import re
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         return capsys.readouterr().out
 
     return script
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    """Examples register parts of their own."""
+    with forgotten_parts():
+        yield
 
 
 def example(name: str) -> Any:
@@ -138,6 +145,34 @@ def test_next_game__is_told_by_names(tmp_path: Path, model: str) -> None:
     scores = run.module(torch.tensor([[0, 1] + [len(data.names)] * (games.MOST - 3)]))
     assert (scores[0, :2] == -100).all()  # never again
     assert (scores[0, 2:] > -100).all()
+
+
+def test_recommendations__a_run_that_is_in_the_results_is_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks import recommendations
+
+    asked: list[object] = []
+
+    def study(folder: Path, evaluate: str) -> Iterator[tuple[str, float, int, Callable[[], dict[str, float]]]]:
+        for seed in (0, 1):
+
+            def measure(seed: int = seed) -> dict[str, float]:
+                asked.append((evaluate, seed))
+                return {"rmse": 1.0 + seed, "parameters": 3.0}
+
+            yield "a model", float("inf"), seed, measure
+
+    monkeypatch.setitem(recommendations.STUDIES, "ratings", study)
+    kept = tmp_path / "results.json"
+    recommendations.run_study("ratings", tmp_path, "validation", kept, None, (0,))
+    assert not kept.exists()  # figures on validation data are for tuning
+    recommendations.run_study("ratings", tmp_path, "test", kept, None, (0,))
+    recommendations.run_study("ratings", tmp_path, "test", kept, None, (0, 1))
+    recommendations.run_study("ratings", tmp_path, "test", kept, None, (0, 1))
+    assert asked == [("validation", 0), ("test", 0), ("test", 1)]
+    assert "| a model | 3 | 1.5000 ± 0.5000 | – | – |" in recommendations.table("ratings", kept)
 
 
 @pytest.mark.long
