@@ -27,7 +27,7 @@ from fedblur.core.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "recommendations.json"
-EPSILONS = (math.inf, 8.0, 2.0)
+EPSILONS = (8.0, 2.0, math.inf)
 SEEDS = (0, 1, 2)
 RATING_BASELINES = (
     "the site's public mean rating, nothing learned",

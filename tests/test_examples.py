@@ -98,12 +98,23 @@ def test_ratings__a_user_s_own_parts_stay_and_help(tmp_path: Path, model: str) -
     run = ratings.train(data, model, out=tmp_path / "run", rounds=8, sample_rate=0.5, seed=0)
     titles, features = data.features.shape
     own = model == "linear, own bias and taste"
-    shared = features + 1 + titles * (model == "linear, one more parameter a title") + features * features * own
+    shared = features + 1 + titles * (model == "linear, one more parameter a title")
     assert run.record.parameters == shared  # a bias and a taste are not among them
     left = data.stars - data.mean_rating[data.titles]  # what the public mean rating does not say
     plain = float(np.sqrt(np.mean(left[ratings.parts(data.users) == ratings.TEST] ** 2)))
     assert (ratings.rmse(run) < 0.8 * plain) == own
     assert ratings.rmse(run) < 1.01 * plain
+
+
+def test_ratings__local_steps_are_stable_whatever_a_user_rates() -> None:
+    """Gradient descent on squared errors converges for steps below 1 / |what a prediction is linear in|²."""
+    ratings = example("ratings")
+    data = ratings.stand_in(users=30)
+    model = ratings.Taste(data, bias=True, tastes=16)
+    lengths = model.features.square().sum(1) + 1 + 1 + model.kinds.square().sum(1)  # and two biases
+    assert ratings.WITH_OWN_PARTS["local"].learning_rate < 1 / lengths.max()
+    everything = ratings.Taste(data, bias=True, tastes=10**6)
+    assert everything.kinds.square().sum(1).max() < 1 + 1e-5  # however many directions there are
 
 
 def test_ratings__of_many_ratings_count_more() -> None:
