@@ -18,6 +18,7 @@ import fedblur
 from fedblur.cli.app import app
 from fedblur.core.config import Config
 from fedblur.core.errors import ConfigError, FedBlurError, PrivacyError, RunError
+from fedblur.experiments.audit.listening import demand_private_updates
 from fedblur.privacy import events
 from fedblur.privacy.accounting import ZERO_OUT, epsilon
 from fedblur.privacy.ledger import Chain, read_spends
@@ -225,6 +226,11 @@ def test_run__two_runs_have_streams_of_their_own_and_add_up(tmp_path: Path) -> N
     )
 
 
+def test_audit__of_a_schedule_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="sampling='min_separation' has cohorts that follow from earlier ones"):
+        demand_private_updates(CONFIG)
+
+
 def test_total__with_poisson_runs_names_the_weaker_neighbours(tmp_path: Path) -> None:
     one = fedblur.train(CONFIG, out=tmp_path / "one")
     two = fedblur.train(replace(CONFIG, sampling="poisson"), out=tmp_path / "two")
@@ -265,6 +271,25 @@ def test_resume__a_private_run_keeps_its_distance(
     assert len(read_spends(Chain(RunFolder(tmp_path / "run").ledger).read())) == 8
     repeated = after[paid]["clients"]
     assert (repeated == before[-1]["clients"]) == (at != "paid")  # a release that was not made keeps its cohort
+    assert verify(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("mechanism", ["gaussian", "tree"])
+def test_resume__a_row_of_the_ledger_that_was_cut_short_is_one_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mechanism: str
+) -> None:
+    """Its cohort is on record once, and its noise was served once: a second row would have neither."""
+    config = replace(
+        CONFIG, epsilon=None, noise_multiplier=4.0, mechanism=mechanism, checkpoint_every=1, population=None
+    )
+    killed_run(tmp_path / "run", monkeypatch, "paid", 4, config)
+    ledger = RunFolder(tmp_path / "run").ledger
+    ledger.write_bytes(ledger.read_bytes()[:-20])
+    with pytest.raises(PrivacyError, match="the budget is spent"):  # round 4 is repeated as the fifth release
+        fedblur.resume(tmp_path / "run")
+    assert [line["number"] for line in lines(tmp_path / "run")] == list(range(1, 7))
+    assert len(read_spends(Chain(ledger).read())) == 6
+    assert kept_apart(tmp_path / "run")
     assert verify(tmp_path / "run") == []
 
 

@@ -335,6 +335,7 @@ def begin_noise(mechanism: Mechanism, plan: PrivacyPlan, rng: Rng, ledger: Spend
         return mechanism.started(SeededNoise(rng))
     if not isinstance(ledger, Ledger) or not plan.stream:
         return mechanism
+    ledger.count_torn(plan.event())  # or it would be paid for twice, and be two releases
     paid = ledger.spends()
     if len(paid) >= plan.rounds:
         return mechanism  # it makes no release any more, and its keys may be gone

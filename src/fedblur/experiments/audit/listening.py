@@ -33,6 +33,11 @@ def demand_private_updates(config: Config) -> None:
         raise ConfigError(f"method {config.voting.part_name!r} sends votes, not updates; audit a method of rounds")
     if math.isinf(config.clip_norm):
         raise ConfigError("clip_norm=inf claims no privacy, so there is nothing to audit; set clip_norm=0.1")
+    if getattr(config.sampling, "scheduled", False):
+        raise ConfigError(
+            f"sampling={config.sampling.part_name!r} has cohorts that follow from earlier ones, which no audit tests; "
+            'audit the rest with sampling = "poisson"'
+        )
 
 
 def first_state(protocol: Protocol, initial: Tensor) -> ServerState:
