@@ -81,7 +81,7 @@ def test_compiled__no_command_line_goes_into_the_code(monkeypatch: pytest.Monkey
         pytest.param(GnResNet(8, (8, 16)), marks=pytest.mark.long),  # the next one has all of its parts
         GnResNet(8, (8, 16), standardise=True, front="wavelets"),
         Glyphs(8),
-        Leaves(4),
+        pytest.param(Leaves(4), marks=pytest.mark.long),  # fixed features, as the one before
     ],
 )
 def test_compiled__small_models_with_frozen_front_ends_and_views(part: Any) -> None:

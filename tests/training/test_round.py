@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedblur.core.config import Config, LocalTraining
-from fedblur.core.errors import RoundAborted
+from fedblur.core.errors import PrivacyError, RoundAborted
 from fedblur.core.rng import Rng, Seeded, System
 from fedblur.engines import LocalEngine, Simulated, Task
 from fedblur.engines.cohort_sum import Diagnostics
@@ -185,6 +185,17 @@ def test_invariant_6__a_line_cut_short_is_counted_before_the_next_round(tmp_path
     p = dataclasses.replace(p, ledger=Ledger(p.ledger.path, p.ledger.budget))
     run_round(p, state, System())
     assert len(p.ledger.spends()) == 3
+
+
+def test_invariant_6__a_round_beyond_the_budget_asks_no_client(tmp_path: Path) -> None:
+    """The ledger would refuse its payment too, but by then clients have trained, and real ones have sent."""
+    loud = Loud(650)
+    p = protocol(tmp_path, sums=Simulated(loud))
+    p = dataclasses.replace(p, ledger=Ledger(tmp_path / "one.jsonl", dataclasses.replace(p.ledger.budget, rounds=1)))
+    state = run_round(p, first_state(p), System()).state
+    with pytest.raises(PrivacyError, match="the budget is spent"):
+        run_round(p, state, System())
+    assert len(loud.asked) == 1
 
 
 def test_invariant_6__an_aborted_round_is_paid_for(tmp_path: Path, monkeypatch) -> None:
