@@ -51,7 +51,7 @@ async def hostile(kind: str, port: int, own: str, context: ssl.SSLContext) -> No
             for _ in range(256):  # 16 MiB
                 await stranger.write(b"a" * 2**16)
         elif kind == "replay":
-            recorded = HEAD + b"flwr-key: stolen\r\ncontent-length: 9\r\n\r\nsomething"
+            recorded = HEAD + b"flwr-public-key: stolen\r\ncontent-length: 9\r\n\r\nsomething"
             await stranger.write(recorded)
             while await stranger.read():
                 await stranger.write(recorded)

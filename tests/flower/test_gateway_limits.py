@@ -404,7 +404,7 @@ async def attacked(*options: str) -> AsyncIterator[tuple[int, psutil.Process]]:
 
     async def superlink(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            good = b"flwr-key: good" in await reader.readuntil(b"\r\n\r\n")
+            good = b"flwr-public-key: good" in await reader.readuntil(b"\r\n\r\n")
             status = b"200 OK" if good else b"401 Unauthorized"
             writer.write(b"HTTP/1.1 " + status + b"\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
             await writer.drain()
@@ -439,7 +439,7 @@ async def asked(client: httpx.AsyncClient) -> bool:
         async with asyncio.timeout(PATIENCE):
             while True:
                 with contextlib.suppress(httpx.TransportError):
-                    answer = await client.post("/v1/fleet/x", content=b"x", headers={"flwr-key": "good"})
+                    answer = await client.post("/v1/fleet/x", content=b"x", headers={"flwr-public-key": "good"})
                     if answer.status_code != 503:
                         return answer.status_code == 200
                 await asyncio.sleep(0.1)
