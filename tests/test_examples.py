@@ -215,6 +215,64 @@ def test_next_game__of_real_users_is_above_popularity(tmp_path: Path) -> None:
     assert run.metrics["hit_rate@10"] > 0.25  # popularity without noise
 
 
+@pytest.fixture
+def lora(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(EXAMPLES))  # it imports ratings.py, as a script beside it does
+    torch.manual_seed(0)
+    return example("lora_ratings")
+
+
+def adapted_titles(lora: Any) -> tuple[Any, Any, torch.Tensor, torch.Tensor]:
+    """Return a transformer, its adapted last layer on cached states, the tokens of titles and their embeddings."""
+    bert, tokens = lora.random_weights(lora.stand_in(users=5, titles=20).texts)
+    below, top = lora.hidden_states(bert, tokens, (1, 2))
+    words = (tokens > 0).float()
+    embeddings = lora.mean_of_words(top, words)
+    adapted = lora.Adapted(bert, below, words, embeddings)
+    torch.nn.init.normal_(adapted.head.weight)
+    return bert, adapted, tokens, embeddings
+
+
+@torch.no_grad()
+def test_lora_ratings__cached_states_give_what_the_whole_transformer_gives(lora: Any) -> None:
+    bert, adapted, tokens, _ = adapted_titles(lora)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    # the adapters are in the transformer's own layer
+    whole = bert(tokens, attention_mask=(tokens > 0).long()).last_hidden_state
+    wanted = adapted.head(adapted.whiten(lora.mean_of_words(whole, (tokens > 0).float())))
+    torch.testing.assert_close(adapted(torch.arange(len(tokens))[:, None]), wanted, rtol=0, atol=1e-4)
+
+
+def test_lora_ratings__the_tangent_is_lora_to_first_order(lora: Any) -> None:
+    _, adapted, tokens, embeddings = adapted_titles(lora)
+    numbers = torch.arange(len(tokens))[:, None]
+    tangent = lora.Tangent(adapted, embeddings)
+    model = tangent.module()
+    start = adapted(numbers).detach()
+    torch.testing.assert_close(model(numbers).detach(), start, rtol=0, atol=1e-4)
+    torch.nn.init.normal_(model[-1].weight[:, embeddings.shape[1] :], std=1e-3)
+    told = (model(numbers) - start).detach()
+    found = (tangent.put_in(model[-1])(numbers) - start).detach()
+    assert told.abs().max() > 1e-4
+    assert (found - told).norm() < 0.05 * told.norm()
+
+
+def test_lora_ratings__runs_on_a_stand_in(
+    lora: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, since importing transformers takes seconds."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lora_ratings.py", "--seed", "0", "--through-the-layer"])
+    lora.main()
+    rows = re.findall(r"^(.+?) +RMSE ([\d.]+)  ε = ([\d.]+)", capsys.readouterr().out, re.MULTILINE)
+    rmse = {name: float(figure) for name, figure, _ in rows}
+    assert [name for name, _, _ in rows][-2:] == ["LoRA, through the layer", "LoRA"]
+    assert [epsilon for _, _, epsilon in rows] == ["8.00", "8.00", "4.00", "4.00", "4.00"]  # the last two: 4 + 4
+    assert rmse["frozen embeddings"] < rmse["genres"]
+
+
 def test_quickstart__has_three_rows_and_make_run_ends_with_the_report_s_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
