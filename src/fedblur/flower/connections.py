@@ -57,7 +57,7 @@ class Connection:
         """Say that nothing more is sent, and pass over what comes: a reset could take the answer with it."""
         self.sock.shutdown(socket.SHUT_WR)
         while await asyncio.get_running_loop().sock_recv(self.sock, _PIECE):
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.05)  # no hurry: who goes on sending takes nobody's turn
 
     async def _step(self, step: Callable[[], _T]) -> _T:
         while True:
