@@ -289,11 +289,14 @@ def test_replies__an_exceptions_text_stays_on_the_node(tmp_path: Path) -> None:
         assert b"4711" not in b"".join(obj.deflate() for obj in [reply.content[wire.HEAD]])
 
 
-def test_node__answers_for_no_round_twice(tmp_path: Path) -> None:
-    task = deployment(tmp_path, 3)
-    grid = LoopGrid(task, 3, "central")
-    federated(task, grid, tmp_path / "run", "central")
-    again = grid.app(grid.asked[-1], grid.contexts[grid.asked[-1].metadata.dst_node_id])
+@pytest.mark.parametrize(("trust", "first"), [("central", "update"), ("secure-sum", "keys")])
+def test_node__answers_for_no_round_twice(trust: str, first: str, tmp_path: Path) -> None:
+    """`first`: the question that opens a round at a node."""
+    task = deployment(tmp_path, 4, mechanism=SECURE if trust == "secure-sum" else "gaussian", rounds=2)
+    grid = LoopGrid(task, 4, trust)
+    federated(task, grid, tmp_path / "run", trust)
+    asked = [message for message in grid.asked if kind_of(message) == first][-1]
+    again = grid.app(asked, grid.contexts[asked.metadata.dst_node_id])
     assert again.content[wire.HEAD].get("refused") is True
 
 
