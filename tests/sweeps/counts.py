@@ -19,7 +19,7 @@ KINDS = ("wedged", "underpaid", "traceback", "silently wrong", "unclear", "leave
 WORDS = {"crashes": "Crash points", "damage": "Damaged files", "inputs": "Odd inputs"}
 _HEADER = "| | cases run | of | wedged | underpaid | tracebacks | silently wrong | unclear, or files left | on |"
 _ROW = re.compile(
-    r"^\| (crash points|damaged files|odd inputs): (.+?) \| ([\d,]+(?: \| [\d,]+){6} \| [\d-]+) \|$", re.MULTILINE
+    r"^\| (crash points|damaged files|odd inputs): ([^|]+?) \| ([\d,]+(?: \| [\d,]+){6} \| [\d-]+) \|$", re.MULTILINE
 )
 MARKS = "<!-- counts of python -m tests.sweeps -->", "<!-- end of the counts -->"
 
