@@ -252,7 +252,8 @@ _TOMLS: dict[str, bytes] = {
 }  # fmt: skip
 
 
-_SHORT = dict.fromkeys(("table",), ("--set", "data_seed=0")) | {
+_SHORT = {
+    "table": ("--set", "rounds=1"),
     "run": ("--dataset", "synthetic", "--clients", "3"),
     "tune": ("--dry-run",),
     "audit": ("--canaries", "1"),

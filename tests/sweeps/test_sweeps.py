@@ -6,6 +6,8 @@ import contextlib
 import os
 import random
 import re
+import signal
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.sweeps import worlds
 from tests.sweeps.__main__ import main
 from tests.sweeps.counts import MARKS, PARTS, Tally, chosen, counted, renewed
 from tests.sweeps.crashes import Crashes, Point
@@ -158,6 +161,16 @@ def test_damage__leaves_another_file(tmp_path: Path) -> None:
             path.rmdir()
         else:
             path.unlink(missing_ok=True)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="needs alarms")
+@pytest.mark.parametrize(
+    "act", [lambda: time.sleep(60), lambda: [x for x in iter(int, 1) if x]], ids=["waits", "computes"]
+)
+def test_invoke__ends_what_does_not_end(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    monkeypatch.setattr(worlds, "HANG", 1)
+    monkeypatch.setattr(worlds.CliRunner, "invoke", lambda *given: act())
+    assert invoke([]).bug.startswith("it hangs")
 
 
 # --- the page ---

@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -61,7 +62,7 @@ PROXY = ["--proxy", "synthetic", "--proxy-set", "dataset.alpha=0.5"]
 
 
 _FSYNC = os.fsync
-HANG = 600  # seconds: only what never ends reaches it, on a busy machine too
+HANG = 60  # seconds of computing, or of waiting: only what never ends reaches it
 
 
 @dataclass(frozen=True)
@@ -103,13 +104,23 @@ class Hung(BaseException):
 
 @contextlib.contextmanager
 def _no_hang() -> Iterator[None]:
-    """Raise `Hung` in a command that does not end; for the main thread, and where there are alarms."""
+    """Raise `Hung` in a command that does not end; for the main thread, and where there are alarms.
+
+    On a busy machine a command may wait long for its turn: it hangs if it computed for so long, or nothing in so long.
+    """
     if not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    began = seen = time.process_time()
+
     def ring(number: int, frame: object) -> None:
-        raise Hung
+        nonlocal seen
+        now = time.process_time()
+        if now - began > HANG or now - seen < 0.1:
+            raise Hung
+        seen = now
+        signal.alarm(HANG)
 
     before = signal.signal(signal.SIGALRM, ring)
     signal.alarm(HANG)
