@@ -144,7 +144,7 @@ class NextGame(nn.Module):
 
 
 MODELS: dict[str, dict[str, Any]] = {
-    "popularity and names": {"size": 64},
+    "popularity and names": {"size": 32},
     "popularity and vectors that begin with names": {"size": 32, "learn_vectors": True},
 }
 
@@ -157,11 +157,11 @@ def train(
         "task": "ranking",  # softmax over all games; NDCG@10 and the hit rate at 10
         "epsilon": 8.0,
         "delta": "N^-1.1",
-        "rounds": 60,
+        "rounds": 30,
         "sample_rate": 0.04,
         "clip_norm": 0.3,
-        "eval_every": 60,
-        "local": fedblur.LocalTraining(steps=1, batch_size=8, learning_rate=1.0),
+        "eval_every": 30,
+        "local": fedblur.LocalTraining(steps=1, batch_size=4, learning_rate=1.0),
         "server": {"name": "momentum", "learning_rate": 20.0, "momentum": 0.9, "schedule": "cosine"},
         **changes,
     }

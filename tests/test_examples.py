@@ -1,6 +1,7 @@
 """Every example runs as it stands, in a new folder, and says what it promises."""
 
 import importlib.util
+import json
 import re
 import runpy
 import sys
@@ -158,6 +159,17 @@ def test_next_game__is_told_by_names(tmp_path: Path, model: str) -> None:
     assert (scores[0, 2:] > -100).all()
 
 
+def test_recommendations__the_guide_shows_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks import recommendations
+
+    guide = (ROOT / "docs" / "guides" / "recommendations.md").read_text(encoding="utf-8")
+    for study in recommendations.STUDIES:
+        assert recommendations.table(study, recommendations.RESULTS) in guide
+    rows = json.loads(recommendations.RESULTS.read_text(encoding="utf-8"))
+    assert all(row["rmse"] < 1.25 for row in rows if row["name"] == "linear, own bias and taste")
+
+
 def test_recommendations__a_run_that_is_in_the_results_is_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,7 +224,7 @@ def test_next_game__of_real_users_is_above_popularity(tmp_path: Path) -> None:
         pytest.skip("the real purchases are not here (../shared/data beside the repository)")
     games = example("next_game")
     run = games.train(games.load(REAL_DATA), "popularity and names", out=tmp_path / "run", epsilon=2.0, seed=0)
-    assert run.metrics["hit_rate@10"] > 0.25  # popularity without noise
+    assert run.metrics["hit_rate@10"] > 0.2522  # popularity without noise
 
 
 @pytest.fixture
