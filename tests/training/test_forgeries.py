@@ -353,7 +353,7 @@ def other_ledger(run: Path, world: World) -> None:
 def added_line(run: Path, world: World) -> None:
     """A line that we read as damaged, and other programs as a round."""
     with (run / "rounds.jsonl").open("a") as file:
-        file.write('{"round": 5, "accuracy": 0.99, "epsilon": NaN}\n')
+        file.write('{"round": 5, "accuracy": 0.5, "accuracy": 0.99}\n')
 
 
 def write_first(path: Path, pair: str) -> None:
