@@ -60,12 +60,12 @@ def stand_in(users: int = 400, seed: int = 0) -> Purchases:
 def name_features(names: list[str], size: int) -> np.ndarray:
     """Return a vector for each name, from words that names share (tf-idf, then SVD); of length 1, or 0 if none is."""
     words = [re.findall(r"[a-z0-9]+", name.lower()) for name in names]
-    grams = [{*own, *pairwise(own)} for own in words]
+    grams = [dict.fromkeys([*own, *pairwise(own)]) for own in words]  # in the order of the name, in any process
     count = Counter(gram for own in grams for gram in own)
     column = {gram: i for i, gram in enumerate(gram for gram, times in count.items() if times > 1)}
     table = torch.zeros(len(names), len(column))
     for row, own in enumerate(grams):
-        for gram in own & column.keys():
+        for gram in own.keys() & column.keys():
             table[row, column[gram]] = np.log(len(names) / count[gram])
     table = nn.functional.normalize(table)
     torch.manual_seed(0)
