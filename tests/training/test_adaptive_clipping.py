@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fedblur
 from fedblur.core.config import from_dict
-from fedblur.core.errors import ConfigError
+from fedblur.core.errors import ConfigError, FedBlurError
 from fedblur.core.registry import parts
 from fedblur.core.rng import Rng, Seeded
 from fedblur.engines import Simulated
@@ -25,6 +25,7 @@ from fedblur.privacy.clipping import Message
 from fedblur.privacy.events import PoissonSampled
 from fedblur.privacy.ledger import Budget, Ledger
 from fedblur.privacy.mechanisms.base import Release
+from fedblur.privacy.mechanisms.correlated import Correlated
 from fedblur.privacy.mechanisms.gaussian import Gaussian
 from fedblur.privacy.sampling import Poisson
 from fedblur.training.adaptive_clipping import Adaptive
@@ -209,8 +210,21 @@ def test_resume__is_bit_identical_with_adaptive_clipping_and_masks(tmp_path: Pat
     assert len({row["local_only"]["clip_norm"] for row in resumed.rounds}) == 7
 
 
-@pytest.mark.parametrize("mechanism", sorted(parts("mechanism")))
-def test_adaptive__works_inside_every_mechanism_that_is_registered(tmp_path: Path, mechanism: str) -> None:
+CORRELATED = {name for name, part in parts("mechanism").items() if issubclass(part, Correlated)}
+
+
+@pytest.mark.parametrize("mechanism", sorted(CORRELATED))
+def test_adaptive__is_refused_where_noise_of_several_rounds_is_tied_together_at_one_scale(
+    tmp_path: Path, mechanism: str
+) -> None:
+    sampling = {"name": "min_separation", "rounds": 3}
+    config = from_dict({"mechanism": mechanism, "sampling": sampling, "clipping": "adaptive", "rounds": 6})
+    with pytest.raises(FedBlurError, match="clip"):
+        fedblur.train(config, out=tmp_path / "run")
+
+
+@pytest.mark.parametrize("mechanism", sorted(parts("mechanism").keys() - CORRELATED))
+def test_adaptive__works_inside_every_other_mechanism_that_is_registered(tmp_path: Path, mechanism: str) -> None:
     """Vector and bit are one message, so a secure sum needs no second channel for the bit."""
     table = {
         "rounds": 12, "seed": 0, "epsilon": 8.0, "sample_rate": 0.3, "accountant": "rdp", "mechanism": mechanism,

@@ -158,13 +158,17 @@ class MissingPart(RunError):
     """A user's own part that is not loaded: without it a run can neither be verified nor be called wrong."""
 
 
-def verify(run: Path) -> list[str]:
-    """Return one line for each thing that is wrong; none for a ledger that can be relied on."""
+def verify(run: Path, stated: bool = True) -> list[str]:
+    """Return one line for each thing that is wrong; none for a ledger that can be relied on.
+
+    `stated`: with statement.json, unless it is about to be made again.
+    """
     folder = RunFolder(run)
     try:
         books = read_books(run)
         resolved, summary = folder.resolved(), folder.stored_summary()
-        statement = read_json_if_there(folder.path / "statement.json", "make it again with fedblur statement") or {}
+        path = folder.path / "statement.json"
+        statement = (stated and read_json_if_there(path, "make it again with fedblur statement")) or {}
         config = None if books.search else _configuration(folder, summary, resolved)
     except MissingPart:
         raise
