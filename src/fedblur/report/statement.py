@@ -277,7 +277,13 @@ def read_statement(run: Path, also: Sequence[Path] = (), tuning: str = "") -> St
     if summary is None:
         raise RunError(f"{run} has no summary.json: the run never ended; go on with: fedblur resume {run}")
     return Statement(
-        run, summary, config, read_books(run), verify(run, stated=False), tuple(read_books(other) for other in also), tuning
+        run,
+        summary,
+        config,
+        read_books(run),
+        verify(run, stated=False),
+        tuple(read_books(other) for other in also),
+        tuning,
     )
 
 
