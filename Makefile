@@ -36,7 +36,7 @@ run: $(VENV)/.library ## Train DP-FedAvg, BLUR + LUS and the recipe on embedded 
 paper: $(VENV)/.library ## Render the pages of papers/ and their plots from the result files
 	$(BIN)/python -m papers.rendering papers/cheng2022 papers/beyond
 
-test: $(VENV)/.test ## Run the test suite (about 7 minutes on 2 cores)
+test: $(VENV)/.test ## Run the test suite (about 6 minutes on 2 cores)
 	$(PYTEST)
 
 test-fast: $(VENV)/.test ## Run the quick tests only (under a minute)
