@@ -98,3 +98,12 @@ def test_keys__that_were_damaged_are_one_line(home) -> None:
     key.path.write_text("{")
     with pytest.raises(RunError, match="cannot be read"):
         NoiseKey.of(LEDGER, 1)
+
+
+def test_keys__that_a_copy_of_the_run_uses_too_are_refused() -> None:
+    NoiseKey.of(LEDGER, 0).serve(1)
+    one, other = NoiseKey.of(LEDGER, 1), NoiseKey.of(LEDGER, 1)
+    one.serve(2)
+    with pytest.raises(PrivacyError, match="changed by another process"):
+        other.serve(2)
+    one.serve(3)

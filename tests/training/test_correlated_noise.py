@@ -145,3 +145,8 @@ def test_noise__without_a_rule_for_who_takes_part_is_refused(tmp_path) -> None:
     for mechanism in (*MECHANISMS, "blt"):
         with pytest.raises(FedBlurError, match="min_separation"):
             fedblur.train(config(mechanism, sampling="poisson"), out=tmp_path / "run")
+
+
+def test_mask__that_changes_from_round_to_round_is_refused(tmp_path) -> None:
+    with pytest.raises(FedBlurError, match="mask='random' does not go with"):
+        fedblur.train(config(mask="random"), out=tmp_path / "run")

@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from fedblur.core.errors import PrivacyError, RunError
 from fedblur.core.files import demand_digest, make_folder, read_json_if_there, remove, with_digest, write_atomically
@@ -30,10 +31,13 @@ _LOST = "restore it from a copy, or start a new run (on these clients it adds to
 class NoiseKey:
     """The keys of one run, and how many steps of its noise were released."""
 
-    def __init__(self, path: Path, keys: list[tuple[int, bytes]], served: int) -> None:
+    def __init__(
+        self, path: Path, keys: list[tuple[int, bytes]], served: int, known: dict[str, Any] | None = None
+    ) -> None:
         self.path = path
         self._keys = keys
         self.served = served
+        self._known = known
 
     @classmethod
     def of(cls, stream: str, paid: int) -> NoiseKey:
@@ -53,7 +57,7 @@ class NoiseKey:
         demand_digest(table, path, _LOST, required=True)
         keys = [(int(first), bytes.fromhex(text)) for first, text in table["keys"]]
         served = max(int(table["served"]), paid)
-        return cls(path, [*keys, (served + 1, os.urandom(32))], served)
+        return cls(path, [*keys, (served + 1, os.urandom(32))], served, table)
 
     def keystream(self, step: int) -> Keystream:
         """Return the key of a step's fresh noise."""
@@ -64,7 +68,11 @@ class NoiseKey:
         """Write down that a step's noise is about to be released; refuse one that was."""
         if step <= self.served:
             raise PrivacyError(f"the noise of step {step} was released before; a second release would reveal clients")
-        if not self.path.exists():
+        if read_json_if_there(self.path, _LOST) != self._known:
+            raise PrivacyError(
+                f"{self.path} was changed by another process: a copy of this run goes on elsewhere; {_LOST}"
+            )
+        if self._known is None:
             make_folder(self.path.parent, private=True, way_out="set FEDBLUR_POPULATIONS to a folder")
         self.served = step
         self._write()
@@ -75,5 +83,5 @@ class NoiseKey:
 
     def _write(self) -> None:
         keys = [[first, key.hex()] for first, key in self._keys]
-        table = with_digest({"keys": keys, "served": self.served})
-        write_atomically(self.path, json.dumps(table).encode(), private=True)
+        self._known = with_digest({"keys": keys, "served": self.served})
+        write_atomically(self.path, json.dumps(self._known).encode(), private=True)

@@ -27,7 +27,7 @@ from fedblur.core.lazy import torch
 from fedblur.core.registry import register
 from fedblur.core.rng import Rng
 from fedblur.privacy.events import CyclicSampled, Event, InTurn, MinSeparated
-from fedblur.privacy.sampling import Sampler, check_population
+from fedblur.privacy.sampling import Sampler, check_population, cohort_size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -336,12 +336,7 @@ class MinSeparation:
 
     def sampler(self, clients: int, rate: float) -> Sampler:
         check_population(clients, rate)
-        size = round(rate * clients)
-        if size < 1:
-            raise ConfigError(
-                f"sample_rate={rate:g} of {clients} clients rounds to a cohort of 0; "
-                f"set sample_rate to {1 / clients:.3g} or more"
-            )
+        size = cohort_size(clients, rate)
         sampler = MinSeparationSampler(clients, "", size, self.rounds, self.at_most)
         sampler.demand_enough(1)
         return sampler

@@ -197,13 +197,7 @@ class Fixed:
 
     def sampler(self, clients: int, rate: float) -> Sampler:
         check_population(clients, rate)
-        size = round(rate * clients)
-        if size < 1:
-            raise ConfigError(
-                f"sample_rate={rate:g} of {clients} clients rounds to a cohort of 0; "
-                f"set sample_rate to {1 / clients:.3g} or more"
-            )
-        return FixedSizeSampler(clients, size)
+        return FixedSizeSampler(clients, cohort_size(clients, rate))
 
 
 @register("sampling", "full")
@@ -221,6 +215,17 @@ class Full:
 def each_once(ids: Tensor) -> bool:
     """Return whether a cohort names no client twice, in rising order: who is named twice is summed twice."""
     return bool((ids[1:] > ids[:-1]).all())
+
+
+def cohort_size(clients: int, rate: float) -> int:
+    """Return the size of a cohort that is always as large; refuse one of nobody."""
+    size = round(rate * clients)
+    if size < 1:
+        raise ConfigError(
+            f"sample_rate={rate:g} of {clients} clients rounds to a cohort of 0; "
+            f"set sample_rate to {1 / clients:.3g} or more"
+        )
+    return size
 
 
 def check_population(clients: int, rate: float) -> None:

@@ -392,6 +392,11 @@ def plan_for(config: Config, clients: int, parameters: int) -> PrivacyPlan:
             f"clipping={config.clipping.part_name!r} does not go with mechanism={config.mechanism.part_name!r}: the "
             "noise of several rounds is tied together at one scale, so S must stay the same; drop clipping"
         )
+    if config.mask is not None and isinstance(mechanism.event(1.0), events.Correlated):
+        raise ConfigError(
+            f"mask={config.mask.part_name!r} does not go with mechanism={config.mechanism.part_name!r}: a round sends "
+            "other coordinates than the last one, and noise is taken off only where it was added; drop mask"
+        )
     return make_plan(
         sampler,
         mechanism,
