@@ -150,3 +150,9 @@ def test_noise__without_a_rule_for_who_takes_part_is_refused(tmp_path) -> None:
 def test_mask__that_changes_from_round_to_round_is_refused(tmp_path) -> None:
     with pytest.raises(FedBlurError, match="mask='random' does not go with"):
         fedblur.train(config(mask="random"), out=tmp_path / "run")
+
+
+def test_noise__that_grows_from_round_to_round_is_refused_before_anything_is_spent(tmp_path) -> None:
+    with pytest.raises(FedBlurError, match="grows from round to round"):
+        fedblur.train(config({"name": "banded", "coefficients": [2.0]}, rounds=60), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["tree", "banded", "blt"]
 
+_MOST_EXCESS = 2.0**20  # a matrix whose inverse explodes: its noise would leave 64 bits in the middle of a run
 _MOST_ROUNDS = 4096  # over which it is computed how much noise a sum over rounds carries
 
 
@@ -105,7 +106,13 @@ class CorrelatedNoise:
         rounds = min(self.rounds, _MOST_ROUNDS)
         event = self.part.event(1.0)
         assert isinstance(event, events.Correlated)
-        return float(event.matrix.gain(np.ones(rounds))) ** 2 / rounds
+        found = float(event.matrix.gain(np.ones(rounds))) ** 2 / rounds
+        if not found < _MOST_EXCESS:
+            raise ConfigError(
+                f"mechanism={self.part.name!r}: with these numbers noise grows from round to round and never cancels; "
+                "leave them out, and they are fitted to the server"
+            )
+        return found
 
     def event(self, noise_multiplier: float) -> events.Event:
         return self.part.event(noise_multiplier)
